@@ -1,0 +1,107 @@
+"""One accountant for every byte on the device: what each thing costs, and what is left for the pool. No jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dynajax.config import DTYPE_BYTES, ModelSpec
+from dynajax.errors import FitError
+
+GIB = 2**30
+
+
+def dense_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Everything on the device that is neither FFN nor cache: attention, norms, and the head's table.
+
+    An untied embedding table stays on the host; a tied one is the head and counts once.
+    """
+    q_dim, kv_dim = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    block = spec.hidden * (2 * q_dim + 2 * kv_dim + 2)
+    return (spec.layers * block + spec.hidden * (spec.vocab + 1)) * DTYPE_BYTES[dtype]
+
+
+def kv_bytes(spec: ModelSpec, dtype: str, ctx: int, batch: int) -> int:
+    """Keys and values of all layers."""
+    return 2 * spec.layers * batch * ctx * spec.kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
+
+
+def unit_bytes(spec: ModelSpec, dtype: str) -> int:
+    """One neuron: a row of each part."""
+    return spec.ffn_parts * spec.hidden * DTYPE_BYTES[dtype]
+
+
+def workspace_bytes(spec: ModelSpec, ctx: int, batch: int, chunk: int) -> int:
+    """Activations outside any program: the prompt's residual stream, one chunk's FFN input, a step's rows."""
+    rows = batch * (3 * spec.hidden + spec.vocab)
+    return 4 * (spec.hidden * (ctx + chunk) + rows + spec.layers)
+
+
+def host_bytes(spec: ModelSpec, host_dtype: str) -> dict[str, int]:
+    """What stays in host memory for good: every FFN unit, and an untied embedding table."""
+    arena = spec.layers * spec.ffn * unit_bytes(spec, host_dtype)
+    embed = 0 if spec.tied else spec.vocab * spec.hidden * DTYPE_BYTES[host_dtype]
+    return {"units": arena, "embed": embed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where every byte goes; `budget_bytes` bounds `plan_bytes` + `margin`."""
+
+    model: str
+    budget_bytes: int
+    dense: int
+    kv: int
+    pool: int
+    scratch: int
+    margin: int
+    host: dict[str, int]
+    units_total: int
+    units_resident: int
+    predictors: int = 0
+    staging: int = 0
+
+    @property
+    def plan_bytes(self) -> int:
+        """What is expected to be in use at the peak; the margin is for what nobody can foresee."""
+        return sum(size for name, size in self.device.items() if name != "margin")
+
+    @property
+    def device(self) -> dict[str, int]:
+        names = ("dense", "kv", "predictors", "pool", "staging", "scratch", "margin")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def smallest_budget_bytes(self) -> int:
+        """The smallest budget that works: no unit on the device."""
+        return self.plan_bytes - self.pool + self.margin
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Name and bytes of every device item, in the order in which they are granted."""
+        return list(self.device.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `plan.py --json`."""
+        share = self.units_resident / self.units_total
+        return {
+            "model": self.model,
+            "budget_bytes": self.budget_bytes,
+            "plan_bytes": self.plan_bytes,
+            "device": self.device,
+            "host": self.host,
+            "units": {"total": self.units_total, "resident": self.units_resident, "share": share},
+            "smallest_budget_bytes": self.smallest_budget_bytes,
+            "expected": None,
+        }
+
+
+def pool_budget(budget_bytes: int, fixed_bytes: int, margin: int) -> int:
+    """Bytes left for the pool once everything that must be on the device is; FitError names the smallest budget."""
+    left = budget_bytes - fixed_bytes - margin
+    if left < 0:
+        needed = fixed_bytes + margin
+        raise FitError(
+            f"the part that must be on the device needs {needed} bytes ({needed / GIB:.3f} GiB), the budget is "
+            f"{budget_bytes}: use --vram-budget {needed}B or more, or lower --ctx or --batch"
+        )
+    return left

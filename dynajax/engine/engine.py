@@ -1,0 +1,179 @@
+"""The engine: opens a model inside a budget, generates, and says what it did."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, Self
+
+import numpy as np
+
+from dynajax.config import EngineConfig
+from dynajax.engine.continuation import Continuation
+from dynajax.engine.opening import Parts, open_parts
+from dynajax.engine.report import Phases, make_result
+from dynajax.engine.result import Event, Result
+from dynajax.errors import EngineError, UsageError
+from dynajax.sampling import SamplingParams
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """One model on one device. Calls from several threads take turns; use it as a context manager.
+
+    A row of the batch is a sequence; sequences never influence each other. After an error inside a step the caches
+    are made anew and the engine goes on; `close` ends it.
+    """
+
+    def __init__(self, parts: Parts):
+        self._parts: Parts | None = parts
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._last: list[Result] = []
+
+    @classmethod
+    def from_pretrained(cls, model: str, *, progress: Progress | None = None, **settings: Any) -> Self:
+        """Open a model by alias or folder; settings are the fields of EngineConfig.
+
+        Raises a DynajaxError (see dynajax.errors) before anything is allocated if the model is damaged, a setting
+        is out of range or the budget is too small.
+        """
+        return cls(open_parts(model, _record(EngineConfig, settings), progress or _silent))
+
+    @property
+    def last_result(self) -> Result:
+        """The result of the newest stream or generation, also of one that was stopped."""
+        if not self._last:
+            raise UsageError("nothing was generated yet: call generate or stream first")
+        return self._last[0]
+
+    def generate(self, prompt: Prompt | list[str], **settings: Any) -> Result | list[Result]:
+        """Continue a prompt (text or token ids), or several side by side (a list of texts gives a list).
+
+        Settings are the fields of SamplingParams. Row r of a batch is seeded with seed + r.
+        """
+        params = _record(SamplingParams, settings)
+        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int | np.integer)
+        prompts = list(prompt) if several else [prompt]
+        seed = _seed(params)
+        results: list[Result] = []
+        with self._lock:
+            batch = self._open_parts().config.batch
+            for first in range(0, len(prompts), batch):
+                for _ in self._run(prompts[first : first + batch], params, seed + first):
+                    pass
+                results += self._last
+        return results if several else results[0]
+
+    def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Event]:
+        """The same, one Event a token. Closing the iterator early stops the generation; see `last_result`."""
+        params = _record(SamplingParams, settings)
+        with self._lock:
+            for _, event in self._run([prompt], params, _seed(params)):
+                yield event
+
+    def stop(self) -> None:
+        """End the running generation after its current token; safe from signal handlers and other threads."""
+        self._stopped.set()
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine is and holds: names, memory, pool slots by layer, programs compiled."""
+        parts = self._open_parts()
+        return {
+            "model": parts.prepared.model,
+            "sparsity": parts.prepared.sparsity,
+            "policy": parts.prepared.policy,
+            "predictor": "none",
+            "memory": parts.memory_figures(),
+            "pool_slots": list(parts.pool.slots),
+            "programs": parts.prepared.programs.count,
+            "program_kinds": [list(kind) for kind in parts.prepared.programs.kinds],
+        }
+
+    def close(self) -> None:
+        """Check the pool's books and free everything. Closing twice is allowed."""
+        with self._lock:
+            parts, self._parts = self._parts, None
+            if parts is not None:
+                parts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _open_parts(self) -> Parts:
+        if self._parts is None:
+            raise EngineError("the engine is closed: open it again with Engine.from_pretrained")
+        return self._parts
+
+    def _run(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> Iterator[tuple[int, Event]]:
+        """Generate for up to `batch` prompts at once; yields (row, event). Holds the lock's turn throughout."""
+        parts = self._open_parts()
+        rows = [self._continuation(prompt, params, seed + r) for r, prompt in enumerate(prompts)]
+        self._stopped.clear()
+        phases = Phases(parts)
+        try:
+            with phases.prefill():
+                for index, row in enumerate(rows):
+                    parts.stepper.prefill(index, row.prompt[:-1])
+                    parts.progress("prefill", index + 1, len(rows))
+            parts.reset_counters()
+            while any(row.finish_reason is None for row in rows) and not self._stopped.is_set():
+                with phases.decode():
+                    events = self._step(parts, rows)
+                yield from events
+        except GeneratorExit:
+            raise
+        except BaseException:
+            parts.stepper.reset_state()
+            raise
+        finally:
+            for row in rows:
+                row.cancel()
+            self._last = [make_result(parts, row, phases) for row in rows]
+
+    def _step(self, parts: Parts, rows: Sequence[Continuation]) -> list[tuple[int, Event]]:
+        """One token for every row that goes on."""
+        batch = parts.config.batch
+        ids, positions = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+        active = np.zeros(batch, np.bool_)
+        for index, row in enumerate(rows):
+            if row.finish_reason is None:
+                ids[index], positions[index], active[index] = row.next_id, row.position, True
+        logits = parts.stepper.step(ids, positions, active)
+        return [(int(index), rows[index].push(logits[index])) for index in np.flatnonzero(active)]
+
+    def _continuation(self, prompt: Prompt, params: SamplingParams, seed: int) -> Continuation:
+        parts = self._open_parts()
+        ids = parts.encode(prompt)
+        ctx = parts.prepared.programs.shapes.ctx
+        if len(ids) > ctx:
+            raise UsageError(f"the prompt has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
+        limit = min(params.max_new_tokens, ctx - len(ids))
+        eos = parts.prepared.spec.eos_ids
+        return Continuation(ids, params, seed, limit=limit, eos_ids=eos, tokenizer=parts.tokenizer)
+
+
+def _seed(params: SamplingParams) -> int:
+    return secrets.randbelow(2**32) if params.seed is None else params.seed
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """No progress wanted."""
+
+
+def _record(kind: type, settings: dict[str, Any]):
+    unknown = sorted(settings.keys() - {field.name for field in fields(kind)})
+    if unknown:
+        known = ", ".join(field.name for field in fields(kind))
+        raise UsageError(f"unknown setting {unknown[0]!r}: known are {known}")
+    if isinstance(settings.get("stop"), str | list):
+        stop = settings["stop"]
+        settings = settings | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+    return kind(**settings)

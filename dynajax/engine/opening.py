@@ -1,0 +1,130 @@
+"""Opening an engine: everything checked and planned first, then loaded in the order the budget grants it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from dynajax import budget
+from dynajax.bundles import HostStore, load_store
+from dynajax.checkpoint import Checkpoint, resolve_model
+from dynajax.config import EngineConfig
+from dynajax.engine.callback import CallbackRunner, HostBridge
+from dynajax.engine.cold import ColdSide
+from dynajax.engine.planning import Prepared, prepare
+from dynajax.engine.stepper import Stepper
+from dynajax.engine.threads import ThreadsRunner
+from dynajax.engine.weights import load_dense
+from dynajax.errors import UsageError
+from dynajax.memory import PeakMeter
+from dynajax.policy.placement import block_units
+from dynajax.pool import DevicePool
+from dynajax.text import Tokenizer, load_tokenizer
+from dynajax.transfer import Transfer, fill_pool
+from hostcompute import default_threads, open_pool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Parts:
+    """What an open engine is made of."""
+
+    config: EngineConfig
+    prepared: Prepared
+    tokenizer: Tokenizer | None
+    store: HostStore
+    pool: DevicePool
+    cold: ColdSide
+    runner: ThreadsRunner | CallbackRunner
+    stepper: Stepper
+    meter: PeakMeter
+    load_s: float
+    progress: Callable[[str, int, int], None]
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, checked against the vocabulary: XLA would clamp what is out of range."""
+        spec = self.prepared.spec
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UsageError(f"{self.prepared.model} has no tokenizer: give token ids (--prompt-ids)")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = [int(token) for token in prompt]
+        if not ids and spec.bos_id is not None:
+            ids = [spec.bos_id]
+        if not ids:
+            raise UsageError("the prompt is empty and the model has no token that begins a text")
+        outside = [token for token in ids if not 0 <= token < spec.vocab]
+        if outside:
+            raise UsageError(f"prompt ids must be in [0, {spec.vocab}), got {outside[0]}")
+        return ids
+
+    def reset_counters(self) -> None:
+        """Start counting a new generation's decode steps."""
+        self.stepper.reset_counters()
+        self.runner.reset_counters()
+        self.cold.reset()
+
+    def memory_figures(self) -> dict[str, int]:
+        """Budget, plan, measured peak, host weights and pool, in bytes."""
+        plan = self.prepared.memory
+        return {
+            "budget_bytes": plan.budget_bytes,
+            "plan_bytes": plan.plan_bytes,
+            "peak_bytes": self.meter.peak_bytes(self.prepared.programs.max_temp_bytes),
+            "host_bytes": sum(plan.host.values()),
+            "pool_bytes": self.pool.nbytes,
+        }
+
+    def close(self) -> None:
+        self.pool.check()
+        self.store.check()
+        self.cold.close()
+
+
+def open_parts(model: str, config: EngineConfig, progress: Callable[[str, int, int], None]) -> Parts:
+    """Load a model as planned. Nothing is allocated before model, settings and budget are known to be good."""
+    start = time.perf_counter()
+    device = jax.local_devices()[0]
+    meter = PeakMeter(device)
+    checkpoint = Checkpoint.open(resolve_model(model))
+    bridge = HostBridge() if config.host_mode == "callback" else None
+    fingerprint = checkpoint.fingerprint()
+    prepared = prepare(model, config, fingerprint=fingerprint, host_ffn=bridge and bridge.ffn)
+    tokenizer = load_tokenizer(prepared.folder)
+    spec, programs = prepared.spec, prepared.programs
+
+    def on_layer(stage: str) -> Callable[[int], None]:
+        return lambda layer: progress(stage, layer + 1, spec.layers)
+
+    weights = load_dense(checkpoint, programs, device, prepared.host_dtype)
+    store = load_store(checkpoint, prepared.host_dtype, on_layer("load"))
+    placement = prepared.placement
+    pool = DevicePool(placement.slots, spec.ffn_parts, 1, spec.hidden, programs.shapes.pool_type, spec.ffn)
+    host = open_pool(config.threads or default_threads())
+    cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")
+    if bridge is None:
+        runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
+    else:
+        bridge.cold = cold
+        runner = CallbackRunner(programs, weights, pool, bridge, meter.sample)
+    stepper = Stepper(programs, weights, runner, meter.sample)
+    piece = min(block_units(spec.ffn), -(-spec.ffn // 16))
+    fill_pool(Transfer(store, pool, programs, host, piece), pool, placement, on_layer("place"))
+    meter.sample()
+    return Parts(
+        config=config,
+        prepared=prepared,
+        tokenizer=tokenizer,
+        store=store,
+        pool=pool,
+        cold=cold,
+        runner=runner,
+        stepper=stepper,
+        meter=meter,
+        load_s=time.perf_counter() - start - programs.compile_s,
+        progress=progress,
+    )

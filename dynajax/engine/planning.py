@@ -1,0 +1,175 @@
+"""From a model and the user's wishes to what will run: types, shapes, memory plan, placement. Loads no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from dynajax import budget
+from dynajax.budget import MemoryPlan
+from dynajax.checkpoint import read_spec, read_stats, resolve_model
+from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
+from dynajax.errors import FitError, UsageError
+from dynajax.plan import Placement
+from dynajax.policy.placement import block_units, place_static
+from dynajax.programs import Programs, Shapes
+from dynajax.programs.bodies import HostFfn
+from dynajax.programs.shapes import round_ctx
+
+DEFAULT_CTX = 4096
+GPU_MARGIN_SHARE, GPU_MARGIN_BYTES = 0.03, 64 * 2**20  # allocator fragments, library workspaces
+STATS_FILE = "activations.npz"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """Everything that is decided before the first weight is read."""
+
+    model: str
+    folder: Path
+    spec: ModelSpec
+    host_dtype: str
+    sparsity: str
+    policy: str
+    programs: Programs
+    memory: MemoryPlan
+    placement: Placement
+
+
+def prepare(
+    model: str, config: EngineConfig, *, fingerprint: str | None = None, host_ffn: HostFfn | None = None
+) -> Prepared:
+    """Resolve every `auto`, size the pool and place the units; `fingerprint` guards the statistics if given."""
+    folder = resolve_model(model)
+    spec = read_spec(folder)
+    device = jax.local_devices()[0]
+    dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
+    shapes = Shapes(spec=spec, dtype=dtype, ctx=resolve_ctx(config, spec), batch=config.batch)
+    programs = Programs(shapes, host_ffn)
+    fixed = fixed_bytes(shapes, programs, callback=config.host_mode == "callback")
+    unit = budget.unit_bytes(spec, dtype)
+    everything = spec.layers * spec.ffn * unit
+    total, margin = resolve_budget(config, device, sum(fixed.values()) + everything)
+    pool_bytes = budget.pool_budget(total, sum(fixed.values()), margin)
+    policy = "static" if config.policy == "auto" else config.policy
+    frequency = load_frequency(config.stats, folder, spec, fingerprint)
+    placement = place_static(frequency, unit, pool_bytes if policy == "static" else 0)
+    memory = MemoryPlan(
+        model=model,
+        budget_bytes=total,
+        pool=placement.resident * unit,
+        margin=margin,
+        host=budget.host_bytes(spec, host_dtype),
+        units_total=spec.layers * spec.ffn,
+        units_resident=placement.resident,
+        **fixed,
+    )
+    return Prepared(
+        model=model,
+        folder=folder,
+        spec=spec,
+        host_dtype=host_dtype,
+        sparsity=resolve_sparsity(config, spec),
+        policy=policy,
+        programs=programs,
+        memory=memory,
+        placement=placement,
+    )
+
+
+def plan_for(model: str, config: EngineConfig) -> MemoryPlan:
+    """The memory plan an engine would have; reads config.json and statistics, never weights."""
+    return prepare(model, config).memory
+
+
+def fixed_bytes(shapes: Shapes, programs: Programs, *, callback: bool) -> dict[str, int]:
+    """dense, kv and scratch: what must be on the device whatever the pool holds."""
+    spec = shapes.spec
+    dense = budget.dense_bytes(spec, shapes.dtype)
+    kv = budget.kv_bytes(spec, shapes.dtype, shapes.ctx, shapes.batch)
+    temporaries = max(programs.temp_bytes(*key) for key in largest_programs(shapes, callback=callback))
+    workspace = budget.workspace_bytes(spec, shapes.ctx, shapes.batch, shapes.chunks[-1])
+    return {"dense": dense, "kv": kv, "scratch": workspace + temporaries}
+
+
+def largest_programs(shapes: Shapes, *, callback: bool) -> list[tuple]:
+    """The programs whose temporaries bound those of all others: longest prefix, largest chunk, fullest pool."""
+    spec, chunk, prefix = shapes.spec, shapes.chunks[-1], shapes.prefixes[-1]
+    if callback:
+        ends = [(block_units(spec.ffn),) * spec.layers, (spec.ffn,) * spec.layers]
+        return [
+            ("head",),
+            *(("token_rows", prefix, *slots) for slots in ends),
+            *(("token_chunk", chunk, prefix, *slots) for slots in ends),
+        ]
+    return [
+        ("head",),
+        ("attend_rows", prefix),
+        ("attend_chunk", chunk, prefix),
+        ("hot_rows", spec.ffn),
+        ("hot_chunk", chunk, spec.ffn),
+    ]
+
+
+def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tuple[str, str]:
+    """(device, host) types. On the CPU backend the device type is float32: its 16-bit products are slow."""
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if platform == "cpu" else spec.dtype
+    host_dtype = config.host_dtype
+    if host_dtype == "auto":
+        host_dtype = spec.dtype if dtype == "float32" else dtype
+    if host_dtype != dtype and not (dtype == "float32" and DTYPE_BYTES[host_dtype] == 2):
+        raise UsageError(
+            f"--host-dtype {host_dtype} cannot fill a {dtype} pool: the two must be equal, "
+            "or the host 16-bit and the device float32"
+        )
+    return dtype, host_dtype
+
+
+def resolve_ctx(config: EngineConfig, spec: ModelSpec) -> int:
+    """KV rows per sequence: what was asked for, else the model's maximum up to 4,096."""
+    if config.ctx is not None and config.ctx > spec.max_positions:
+        raise UsageError(f"--ctx must be at most the model's {spec.max_positions} positions, got {config.ctx}")
+    return round_ctx(config.ctx if config.ctx is not None else min(spec.max_positions, DEFAULT_CTX))
+
+
+def resolve_budget(config: EngineConfig, device: jax.Device, everything: int) -> tuple[int, int]:
+    """(budget, margin) in bytes. On the CPU backend `auto` holds everything and there is no margin."""
+    wanted = parse_budget(config.vram_budget)
+    stats = device.memory_stats()
+    if stats is None or "bytes_limit" not in stats:
+        if isinstance(wanted, float):
+            raise UsageError(f"--vram-budget {config.vram_budget} is a share of GPU memory, and there is no GPU")
+        return (everything if wanted is None else wanted), 0
+    free = int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
+    total = free if wanted is None else int(free * wanted) if isinstance(wanted, float) else wanted
+    if total > free:
+        raise FitError(
+            f"--vram-budget {config.vram_budget} is {total} bytes, but jax may use {free} of this GPU: "
+            "lower it, or raise XLA_PYTHON_CLIENT_MEM_FRACTION before jax is imported"
+        )
+    return total, min(int(total * GPU_MARGIN_SHARE) + GPU_MARGIN_BYTES, total // 4)
+
+
+def resolve_sparsity(config: EngineConfig, spec: ModelSpec) -> str:
+    """exact where the activation has true zeros, dense where it has none."""
+    if config.sparsity == "auto":
+        return "exact" if spec.activation.has_zeros else "dense"
+    if config.sparsity == "exact" and not spec.activation.has_zeros:
+        raise UsageError(f"--sparsity exact needs true zeros, which {spec.activation.kind} has not: use dense")
+    return config.sparsity
+
+
+def load_frequency(
+    stats: str, folder: Path, spec: ModelSpec, fingerprint: str | None
+) -> npt.NDArray[np.float32]:  # [L, F]
+    """Activation frequencies from a file or the model folder; all equal where there are none."""
+    path = folder / STATS_FILE if stats == "auto" else Path(stats)
+    if stats == "none" or (stats == "auto" and not path.exists()):
+        return np.ones((spec.layers, spec.ffn), np.float32)
+    return read_stats(path, spec, fingerprint)

@@ -1,0 +1,96 @@
+"""From counters and clocks to the figures of a Result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dynajax.engine.continuation import Continuation
+from dynajax.engine.opening import Parts
+from dynajax.engine.result import Result, Timings, Units, ratio
+
+
+class Phases:
+    """Seconds of prefill and decoding, less what was spent compiling; the reader of a stream is not timed."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        self.prefill_s = self.decode_s = 0.0
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        with self._clock("prefill_s"):
+            yield
+
+    @contextmanager
+    def decode(self) -> Iterator[None]:
+        with self._clock("decode_s"):
+            yield
+
+    @contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        programs = self._parts.prepared.programs
+        start, compiled = time.perf_counter(), programs.compile_s
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start - (programs.compile_s - compiled)
+            setattr(self, name, getattr(self, name) + spent)
+
+
+def make_result(parts: Parts, row: Continuation, phases: Phases) -> Result:
+    """The result of one row; figures of time, units and memory are of the whole batch."""
+    prepared, counters = parts.prepared, parts.cold.counters
+    hot_s = parts.runner.hot_s(parts.stepper.steps)
+    done = len(row.prompt) - 1
+    return Result(
+        model=prepared.model,
+        model_path=str(prepared.folder),
+        text=row.text,
+        token_ids=tuple(row.token_ids),
+        prompt_tokens=len(row.prompt),
+        finish_reason=row.finish_reason or "cancelled",
+        seed=row.seed,
+        sparsity=prepared.sparsity,
+        policy=prepared.policy,
+        predictor="none",
+        timings=Timings(
+            load_s=parts.load_s,
+            compile_s=prepared.programs.compile_s,
+            prefill_s=phases.prefill_s,
+            decode_s=phases.decode_s,
+            prefill_tok_s=ratio(done, phases.prefill_s) if done else None,
+            decode_tok_s=ratio(parts.stepper.rows, phases.decode_s) if parts.stepper.rows else None,
+        ),
+        units=_units(parts),
+        ffn={
+            "hot_s": hot_s,
+            "cold_s": counters.seconds,
+            "cold_share": None if hot_s is None else ratio(counters.seconds, hot_s + counters.seconds),
+        },
+        memory=parts.memory_figures(),
+        host={"bytes_read": counters.bytes_read, "gb_s": ratio(counters.bytes_read / 1e9, counters.seconds)},
+    )
+
+
+def _units(parts: Parts) -> Units:
+    """Shares weighted by counts over layers and decoded tokens."""
+    spec, counters, rows = parts.prepared.spec, parts.cold.counters, parts.stepper.rows
+    hot_live = parts.stepper.live_slots()
+    hot, live = int(hot_live.sum()), int(hot_live.sum()) + counters.live
+    later_hot = hot - int(hot_live[0])
+    later_live = live - int(hot_live[0]) - counters.live_first_layer
+    hot_computed = sum(parts.pool.slots) * rows
+    return Units(
+        kind="neuron",
+        live_per_token=ratio(live, rows),
+        hot_share=ratio(hot, live),
+        hot_share_layers_ge_1=ratio(later_hot, later_live),
+        computed_hot_share=ratio(hot_computed, hot_computed + counters.computed),
+        migrated=0,
+        migrated_bytes=0,
+        late_plans=0,
+        density=ratio(live, rows * spec.layers * spec.ffn),
+        recall=None,
+    )

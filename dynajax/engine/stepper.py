@@ -1,0 +1,94 @@
+"""Prefill and decode steps: embedding, layers, head. How a layer runs is the runner's business."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.engine.state import DeviceState
+from dynajax.engine.weights import DenseWeights
+from dynajax.programs import Programs, split_chunks
+
+Rows = npt.NDArray[np.float32]  # [B, D] or [T, D]
+
+
+class Runner(Protocol):
+    """Takes hidden states through all layers; `host_mode` chooses the implementation."""
+
+    def prompt(self, state: DeviceState, row: int, pieces: list[tuple[int, int, int]]) -> None:
+        """Prefill `state.xs` through every layer for one row; pieces are (start, padded size, tokens)."""
+
+    def rows(
+        self, state: DeviceState, x: jax.Array | Rows, positions: npt.NDArray[np.int32], active: npt.NDArray[np.bool_]
+    ) -> tuple[jax.Array, jax.Array | Rows]:
+        """One token in each row -> x [B, D] and the last layer's cold part, still to be added."""
+
+
+class Stepper:
+    """Carries sequences forward by a prompt or by a token, and counts the tokens decoded.
+
+    A failed step may have donated buffers it did not give back: call `reset_state` before the next.
+    """
+
+    def __init__(self, programs: Programs, weights: DenseWeights, runner: Runner, on_full: Callable[[], object]):
+        self._programs, self._weights, self._runner = programs, weights, runner
+        self._on_full = on_full  # called where memory is at its fullest
+        self._state = DeviceState(programs.shapes)
+        self.steps = 0
+        self.rows = 0
+
+    def reset_state(self) -> None:
+        """Fresh caches and workspace; the old ones go first, the budget holds one set."""
+        del self._state
+        self._state = DeviceState(self._programs.shapes)
+
+    def reset_counters(self) -> None:
+        """Start counting a new generation."""
+        self.steps = self.rows = 0
+        self._state.tally = jnp.zeros_like(self._state.tally)
+
+    def prefill(self, row: int, ids: Sequence[int]) -> None:
+        """Keys and values of a prompt's tokens, at positions 0.. of one row."""
+        if not ids:
+            return
+        pieces, start = [], 0
+        for size, count in split_chunks(len(ids), self._programs.shapes.chunks):
+            pieces.append((start, size, count))
+            start += count
+        self._embed_prompt(ids)
+        self._runner.prompt(self._state, row, pieces)
+        self._state.xs.block_until_ready()
+
+    def step(
+        self,
+        ids: npt.NDArray[np.int32],  # [B]
+        positions: npt.NDArray[np.int32],  # [B] where each id sits
+        active: npt.NDArray[np.bool_],  # [B] rows that count; the others compute and are ignored
+    ) -> npt.NDArray[np.float32]:
+        """One token in each row -> logits [B, V]."""
+        programs, weights = self._programs, self._weights
+        x = programs.get("embed_rows")(weights.table, ids) if weights.host_embed is None else weights.lookup(ids)
+        x, y_cold = self._runner.rows(self._state, x, positions, active)
+        logits = np.asarray(programs.get("head")(weights.norm, weights.table, x, y_cold))
+        self._on_full()
+        self.steps += 1
+        self.rows += int(active.sum())
+        return logits
+
+    def live_slots(self) -> npt.NDArray[np.int64]:
+        """Live slots of every layer [L], summed over the rows decoded since the counters were reset."""
+        return np.asarray(self._state.tally).astype(np.int64)
+
+    def _embed_prompt(self, ids: Sequence[int]) -> None:
+        state, programs = self._state, self._programs
+        padded = np.zeros(programs.shapes.ctx, np.int32)
+        padded[: len(ids)] = ids
+        if self._weights.host_embed is None:
+            state.xs = programs.get("embed_prompt")(self._weights.table, state.xs, padded)
+        else:
+            state.xs = programs.get("load_prompt")(state.xs, self._weights.lookup(padded))

@@ -1,0 +1,162 @@
+"""Threads mode: two programs a layer, and between them the host computes what is not in the pool.
+
+    device   attend(i) | hot(i)        | attend(i+1) ...
+    host               | cold(i) ------^ y_cold
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.engine.cold import ColdSide
+from dynajax.engine.state import DeviceState
+from dynajax.engine.stepper import Rows
+from dynajax.engine.weights import DenseWeights
+from dynajax.pool import DevicePool
+from dynajax.programs import Programs, bucket_of
+
+TIMED_EVERY = 16  # decode steps from one timing of the hot programs to the next
+
+Piece = tuple[int, int, int]  # start, padded size, tokens
+
+
+class HotTimer:
+    """Estimates the time of the hot programs from every 16th step, which it lets run alone; waiting costs overlap."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._seconds, self._steps = 0.0, 0
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that runs is timed."""
+        return self._step == 0 or self._step % TIMED_EVERY == 1
+
+    def next_step(self) -> None:
+        self._step += 1
+        if self._step == 1:  # the first step was only timed in case there is no second
+            self._seconds, self._steps = 0.0, 0
+        self._steps += self.due
+
+    def add(self, seconds: float) -> None:
+        self._seconds += seconds
+
+    def total_s(self, steps: int) -> float:
+        """Seconds of that many steps."""
+        return self._seconds / self._steps * steps if self._steps else 0.0
+
+
+class ThreadsRunner:
+    """See the head of this file. Owns no buffers."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        weights: DenseWeights,
+        pool: DevicePool,
+        cold: ColdSide,
+        on_full: Callable[[], object],
+    ):
+        self._programs, self._weights, self._pool, self._cold = programs, weights, pool, cold
+        self._on_full = on_full
+        shapes = programs.shapes
+        self._zeros = np.zeros((shapes.batch, shapes.spec.hidden), np.float32)
+        self._timer = HotTimer()
+
+    def reset_counters(self) -> None:
+        """Start timing a new generation."""
+        self._timer = HotTimer()
+
+    def hot_s(self, steps: int) -> float:
+        """Estimated seconds of the hot programs in that many decode steps since the last reset."""
+        return self._timer.total_s(steps)
+
+    def rows(
+        self, state: DeviceState, x: jax.Array | Rows, positions: npt.NDArray[np.int32], active: npt.NDArray[np.bool_]
+    ) -> tuple[jax.Array, Rows]:
+        """One token in each row through all layers; see `Runner`."""
+        prefix = bucket_of(int(positions.max()) + 1, self._programs.shapes.prefixes)
+        attend = self._programs.get("attend_rows", prefix)
+        self._timer.next_step()
+        y_cold = self._zeros
+        for layer, leaves in enumerate(self._weights.layers):
+            k, v = state.ks[layer], state.vs[layer]
+            x, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, x, y_cold, positions)
+            cold = self._cold.has(layer)
+            if cold:
+                h.copy_to_host_async()
+            if self._pool.slots[layer]:
+                x = self._hot_rows(state, layer, x, h, active)
+            y_cold = self._cold_rows(layer, h, active) if cold else self._zeros
+        return x, y_cold
+
+    def prompt(self, state: DeviceState, row: int, pieces: list[Piece]) -> None:
+        """Every chunk passes layer i before any passes layer i + 1, so that each cold unit is read once a prompt.
+
+        The last layer ends with its keys and values: nothing reads its FFN.
+        """
+        zeros = [np.zeros((size, self._zeros.shape[1]), np.float32) for _, size, _ in pieces]
+        y_cold = zeros
+        for layer in range(len(self._weights.layers)):
+            last = layer == len(self._weights.layers) - 1
+            hidden = []
+            for piece, y in zip(pieces, y_cold, strict=True):
+                h = self._attend_chunk(state, layer, row, piece, y)
+                if not last:
+                    self._hot_chunk(state, layer, h, piece[0])
+                self._on_full()
+                if self._cold.has(layer) and not last:
+                    hidden.append(np.asarray(h)[: piece[2]].copy())  # a view would keep h on the device
+            y_cold = self._cold_chunks(layer, pieces, hidden) if hidden else zeros
+
+    def _hot_rows(self, state: DeviceState, layer: int, x: jax.Array, h: jax.Array, active) -> jax.Array:
+        hot = self._programs.get("hot_rows", self._pool.slots[layer])
+        if self._timer.due:
+            h.block_until_ready()
+        start = time.perf_counter()
+        with self._pool.lock:
+            x, state.tally = hot(x, h, self._pool.parts(layer), state.tally, np.int32(layer), active)
+        if self._timer.due:
+            x.block_until_ready()
+            self._timer.add(time.perf_counter() - start)
+        return x
+
+    def _cold_rows(self, layer: int, h: jax.Array, active: npt.NDArray[np.bool_]) -> Rows:
+        """The host's half for the active rows; the others get zeros."""
+        rows = np.asarray(h)
+        if active.all():
+            return self._cold.run(layer, rows)
+        y_cold = np.zeros_like(self._zeros)
+        y_cold[active] = self._cold.run(layer, rows[active])
+        return y_cold
+
+    def _attend_chunk(self, state: DeviceState, layer: int, row: int, piece: Piece, y_cold: Rows) -> jax.Array:
+        start, size, _ = piece
+        prefix = bucket_of(start + size, self._programs.shapes.prefixes)
+        attend = self._programs.get("attend_chunk", size, prefix)
+        k, v, leaves = state.ks[layer], state.vs[layer], self._weights.layers[layer]
+        at = np.int32(start)
+        state.xs, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, state.xs, y_cold, np.int32(row), at)
+        return h
+
+    def _hot_chunk(self, state: DeviceState, layer: int, h: jax.Array, start: int) -> None:
+        slots = self._pool.slots[layer]
+        if slots:
+            hot = self._programs.get("hot_chunk", len(h), slots)
+            with self._pool.lock:
+                state.xs = hot(state.xs, h, self._pool.parts(layer), np.int32(start))
+
+    def _cold_chunks(self, layer: int, pieces: list[Piece], hidden: list[Rows]) -> list[Rows]:
+        """The host's half for all chunks at once, cut back into padded chunks."""
+        y = self._cold.run(layer, np.concatenate(hidden))
+        chunks = []
+        for start, size, count in pieces:
+            chunk = np.zeros((size, y.shape[1]), np.float32)
+            chunk[:count] = y[start : start + count]
+            chunks.append(chunk)
+        return chunks

@@ -1,0 +1,1 @@
+"""flax.nnx definitions of the supported model families."""

@@ -1,0 +1,77 @@
+"""The gated FFN over unit-major rows: whole, or over the live slots of a device pool."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dynajax.config import Activation
+from dynajax.ops.linear import contract
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The FFN's non-linearity; relu and fatrelu give exact zeros."""
+    match activation.kind:
+        case "relu":
+            return jnp.maximum(x, 0)
+        case "fatrelu":
+            return jnp.where(x >= jnp.asarray(activation.threshold, x.dtype), x, jnp.zeros_like(x))
+        case "silu":
+            return x * jax.nn.sigmoid(x)
+    raise ValueError(f"activation must be relu, fatrelu or silu, got {activation.kind!r}")
+
+
+def as_weights(part: jax.Array) -> jax.Array:
+    """A pool part as numbers: uint16 holds the bits of bfloat16, which jax 0.10 cannot update in place on CPU."""
+    return jax.lax.bitcast_convert_type(part, jnp.bfloat16) if part.dtype == jnp.uint16 else part
+
+
+def pool_ffn_reference(h: jax.Array, parts: tuple[jax.Array, ...], activation: Activation) -> jax.Array:
+    """What `pool_ffn` must compute, one plain product after the other in float32. h [T,D], parts [G,D] -> [T,D]."""
+    gate, up, down = (as_weights(part).astype(jnp.float32) for part in parts)
+    return (activate(h @ gate.T, activation) * (h @ up.T)) @ down
+
+
+@jax.named_scope("pool_ffn")
+def pool_ffn(
+    h: jax.Array,  # [T, D] float32, the FFN's input
+    parts: tuple[jax.Array, ...],  # gate, up, down, each [G, D]: one neuron a row
+    activation: Activation,
+) -> tuple[jax.Array, jax.Array]:
+    """The part of the FFN that lives in a pool -> [T, D] float32, and which slots are live [T, G].
+
+    Live: the activation is not zero. The host adds the units that are not in the pool. The parts are
+    separate arrays because slicing one [G, P, D] array costs a temporary as large as the pool.
+    """
+    gate, up, down = (as_weights(part) for part in parts)
+    act = activate(contract("TD,GD->TG", h, gate), activation)
+    y = contract("TG,GD->TD", act * contract("TD,GD->TG", h, up), down)
+    return y, act != 0
+
+
+def write_slots_reference(parts, rows, slots):
+    """What `write_slots` must do, one unit at a time, for parts in the type of `rows` (W = 1)."""
+    for index, slot in enumerate(slots):
+        parts = tuple(part.at[slot].set(rows[index, p, 0]) for p, part in enumerate(parts))
+    return parts
+
+
+@jax.named_scope("write_slots")
+def write_slots(
+    parts: tuple[jax.Array, ...],  # P arrays [G*W, D], donated by the caller
+    rows: jax.Array,  # [n, P, W, D] in the host's type
+    slots: jax.Array,  # [n] int32, distinct
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """The parts with units `rows` written into `slots`, converted to the pool's type, and a small fence.
+
+    The fence becomes ready together with the parts and is never donated: whoever filled the memory behind
+    `rows` waits for it before using that memory again.
+    """
+    count, _, width, hidden = rows.shape
+    where = (slots[:, None] * width + jnp.arange(width, dtype=jnp.int32)[None, :]).reshape(count * width)
+    written = []
+    for p, part in enumerate(parts):
+        new = rows[:, p].reshape(count * width, hidden)
+        new = jax.lax.bitcast_convert_type(new, jnp.uint16) if part.dtype == jnp.uint16 else new.astype(part.dtype)
+        written.append(part.at[where].set(new, unique_indices=True))
+    return tuple(written), slots[:1]

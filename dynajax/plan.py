@@ -1,0 +1,38 @@
+"""What a policy decided: frozen records that others carry out. NumPy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Which units start on the device: `buckets[layer][slot]` is a unit id, ascending; [] where none is."""
+
+    buckets: tuple[npt.NDArray[np.int32], ...]  # L arrays [G]
+    units: int  # units per layer (F neurons or E experts)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """G of every layer."""
+        return tuple(len(bucket) for bucket in self.buckets)
+
+    @property
+    def resident(self) -> int:
+        """Units on the device, all layers together."""
+        return sum(self.slots)
+
+    def cold(self, layer: int) -> npt.NDArray[np.int32]:
+        """The units of a layer that are not on the device, ascending."""
+        absent = np.ones(self.units, np.bool_)
+        absent[self.buckets[layer]] = False
+        return np.flatnonzero(absent).astype(np.int32)
+
+    def check(self) -> None:
+        """The books: every unit at most once, every id in range."""
+        for layer, bucket in enumerate(self.buckets):
+            assert len(np.unique(bucket)) == len(bucket), f"layer {layer}: a unit sits in two slots"
+            assert len(bucket) == 0 or (bucket.min() >= 0 and bucket.max() < self.units), f"layer {layer}: id range"

@@ -1,0 +1,54 @@
+"""The placement an engine starts with: how many units each layer holds on the device, and which."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.plan import Placement
+
+LEVELS = 8  # distinct pool sizes, so that at most 8 shapes of every pool program are compiled
+
+
+def block_units(units: int) -> int:
+    """Units that a pool grows by: a multiple of ceil(units/16), coarse enough for at most 8 pool sizes.
+
+    Example: 768 neurons -> 96, so pools hold 0, 96, ..., 768.
+    """
+    return min(units, 2 * -(-units // (2 * LEVELS)))
+
+
+def layer_slots(
+    frequency: npt.NDArray[np.float32],  # [L, F] share of tokens for which the unit is live
+    unit_bytes: int,  # on the device
+    pool_bytes: int,  # for all layers together
+) -> tuple[int, ...]:
+    """G of every layer: whole blocks of a layer's most frequent units, best blocks first, until one does not fit.
+
+    Within a layer the blocks' masses never rise, so the sorted order is also a valid order of growth, and with
+    equal blocks it is the optimum of the knapsack (PowerInfer section 6.3 solves the same by ILP). More bytes only
+    lengthen the prefix that is taken: no budget holds fewer units than a smaller one. Ties go round the layers.
+    """
+    if pool_bytes < 0 or unit_bytes < 1:
+        raise ValueError(f"pool_bytes must be >= 0 and unit_bytes >= 1, got {pool_bytes} and {unit_bytes}")
+    layers, units = frequency.shape
+    block = block_units(units)
+    starts = np.arange(0, units, block)
+    descending = -np.sort(-frequency.astype(np.float64), axis=1)
+    mass = np.add.reduceat(descending, starts, axis=1)  # [L, blocks]
+    sizes = np.minimum(block, units - starts)  # the last block may be short
+    index, layer = np.meshgrid(np.arange(len(starts)), np.arange(layers))
+    order = np.lexsort((layer.ravel(), index.ravel(), -mass.ravel()))
+    total = np.cumsum(sizes[index.ravel()[order]] * unit_bytes)
+    taken = order[total <= pool_bytes]
+    slots = np.zeros(layers, np.int64)
+    np.add.at(slots, layer.ravel()[taken], sizes[index.ravel()[taken]])
+    return tuple(int(count) for count in slots)
+
+
+def place_static(frequency: npt.NDArray[np.float32], unit_bytes: int, pool_bytes: int) -> Placement:
+    """The most frequent units of every layer, as many as `layer_slots` grants; equal frequencies by id."""
+    slots = layer_slots(frequency, unit_bytes, pool_bytes)
+    order = np.argsort(-frequency, axis=1, kind="stable")
+    buckets = tuple(np.sort(order[i, :count]).astype(np.int32) for i, count in enumerate(slots))
+    return Placement(buckets, frequency.shape[1])

@@ -1,0 +1,85 @@
+"""The few numbers that fix every compiled shape, and the ladders that keep their count small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from dynajax.config import ModelSpec
+
+PREFIX_STEP = 256
+CHUNKS = (8, 32, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What fixes the shape of every program of one engine."""
+
+    spec: ModelSpec
+    dtype: str  # device type of the weights
+    ctx: int  # KV rows of a sequence, a multiple of the smallest chunk
+    batch: int  # sequences decoded together
+
+    def __post_init__(self) -> None:
+        if self.ctx < 1 or self.ctx % CHUNKS[0]:
+            raise ValueError(f"ctx must be a positive multiple of {CHUNKS[0]}, got {self.ctx}")
+
+    @property
+    def weight_type(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+    @property
+    def pool_type(self) -> jnp.dtype:
+        """bfloat16 pools are uint16: a bfloat16 donated update rewrites the whole pool on jax 0.10."""
+        return jnp.dtype("uint16") if self.dtype == "bfloat16" else jnp.dtype(self.dtype)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Prefill chunk sizes; at most D/20 tokens, so that the FFN's [T, G] temporaries stay below 5 % of a pool."""
+        fitting = [c for c in CHUNKS if c <= min(self.spec.hidden // 20, self.ctx)]
+        return tuple(fitting) or CHUNKS[:1]
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        return prefix_buckets(self.ctx)
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """[B, S, KV, H] of one layer's keys; values alike."""
+        return self.batch, self.ctx, self.spec.kv_heads, self.spec.head_dim
+
+
+def round_ctx(tokens: int) -> int:
+    """The KV rows to allocate for this many tokens: whole smallest chunks, so that a padded chunk always fits."""
+    return -(-tokens // CHUNKS[0]) * CHUNKS[0]
+
+
+def prefix_buckets(ctx: int) -> tuple[int, ...]:
+    """KV prefixes a program may read: 256, 512, ... doubling, and the whole context."""
+    sizes, size = [], PREFIX_STEP
+    while size < ctx:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, ctx)
+
+
+def bucket_of(length: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `length`."""
+    return next(size for size in buckets if size >= length)
+
+
+def split_chunks(length: int, chunks: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Cut a prompt into (padded size, tokens) pieces; only the last is padded, at most to twice its tokens
+    or to the smallest size.
+
+    Example: 63 tokens with sizes 8, 32, 128 -> [(32, 32), (32, 31)].
+    """
+    pieces = []
+    while length > 0:
+        covering = next((c for c in chunks if c >= length), 0)
+        largest_full = max((c for c in chunks if c <= length), default=chunks[0])
+        size = covering if 0 < covering <= 2 * length else largest_full
+        pieces.append((size, min(size, length)))
+        length -= size
+    return pieces

@@ -1,0 +1,105 @@
+"""From logits to a token, in NumPy on the host: the same choice on every device for the same seed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.errors import NumericalError, UsageError
+
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_new_tokens": (self.max_new_tokens, 0, 2**31),
+            "temperature": (self.temperature, 0, 1e4),
+            "top_k": (self.top_k, 0, 2**31),
+            "top_p": (self.top_p, 1e-9, 1),
+            "min_p": (self.min_p, 0, 1),
+            "repetition_penalty": (self.repetition_penalty, 1e-3, 1e3),
+            "seed": (0 if self.seed is None else self.seed, 0, 2**63),
+        }
+        for name, (value, low, high) in bounds.items():
+            if not (math.isfinite(value) and low <= value <= high):
+                raise UsageError(f"{name} must be between {low:g} and {high:g}, got {value}")
+        if len(self.stop) > MAX_STOPS or any(not s for s in self.stop):
+            raise UsageError(f"stop must be at most {MAX_STOPS} strings, none of them empty")
+
+
+class Sampler:
+    """Chooses the tokens of one sequence; owns its random state, so rows never disturb each other."""
+
+    def __init__(self, params: SamplingParams, seed: int, prompt: npt.NDArray[np.int32]):
+        self._params = params
+        self._rng = np.random.default_rng(seed)
+        self._seen = list(dict.fromkeys(prompt.tolist()))
+
+    def __call__(self, logits: npt.NDArray[np.float32]) -> int:
+        """logits [V] -> token id; remembers it for the repetition penalty."""
+        if not np.isfinite(logits).all():
+            raise NumericalError("logits are not finite: the weights hold NaN or the chosen dtype overflows")
+        params = self._params
+        if params.repetition_penalty != 1.0:
+            logits = penalise(logits, self._seen, params.repetition_penalty)
+        if params.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            probs = filtered_probs(logits, params)
+            token = int(np.searchsorted(np.cumsum(probs), self._rng.random() * probs.sum(), side="right"))
+            token = min(token, int(np.flatnonzero(probs)[-1]))  # a rounded-up cumulative sum must not pick a zero
+        if params.repetition_penalty != 1.0 and token not in self._seen:
+            self._seen.append(token)
+        return token
+
+
+def penalise(logits: npt.NDArray[np.float32], seen: list[int], penalty: float) -> npt.NDArray[np.float32]:
+    """Divide positive and multiply negative logits of seen tokens by `penalty` (CTRL, Keskar et al. 2019)."""
+    logits = logits.copy()
+    values = logits[seen]
+    logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    return logits
+
+
+def filtered_probs(logits: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray[np.float64]:
+    """Probabilities [V] after temperature, then top-k, top-p and min-p; each keeps the most likely token.
+
+    top-p keeps the smallest set whose probability reaches p; min-p what has at least min_p times the
+    largest probability. The result is not renormalised after the filters.
+    """
+    scaled = logits.astype(np.float64) / params.temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    if 0 < params.top_k < len(probs):
+        keep = np.argpartition(-probs, params.top_k - 1)[: params.top_k]
+        probs = _only(probs, keep)
+    if params.top_p < 1:
+        order = np.argsort(-probs, kind="stable")
+        total = np.cumsum(probs[order])
+        probs = _only(probs, order[: int(np.searchsorted(total, params.top_p * total[-1])) + 1])
+    if params.min_p > 0:
+        probs = np.where(probs >= params.min_p * probs.max(), probs, 0.0)
+    return probs
+
+
+def _only(probs: npt.NDArray[np.float64], keep: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+    kept = np.zeros_like(probs)
+    kept[keep] = probs[keep]
+    return kept

@@ -1,0 +1,80 @@
+"""Units from the host store into the pool: gather into a staging slot, one transfer, one donated update."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.bundles import HostStore, allocate_arena
+from dynajax.plan import Placement
+from dynajax.pool import DevicePool
+from dynajax.programs import Programs
+
+RING = 3  # staging slots: one being gathered, one being sent, one being consumed
+
+
+class Gatherer(Protocol):
+    """The host library's row gather."""
+
+    def gather(self, bundle: np.ndarray, units: npt.NDArray[np.int32], out: np.ndarray) -> None: ...
+
+
+class Transfer:
+    """Moves `count` units at a time. Not thread-safe: one thread owns it.
+
+    A staging slot is filled again only when the update that read it is ready: jax may read a NumPy argument
+    without copying it, long after the call returned.
+    """
+
+    def __init__(self, store: HostStore, pool: DevicePool, programs: Programs, host: Gatherer, count: int):
+        self._store, self._pool, self._programs, self._host = store, pool, programs, host
+        shape = (count, *store.arenas[0].shape[1:])
+        self._free = deque(allocate_arena(shape, store.dtype) for _ in range(RING))
+        self._busy: deque[tuple[np.ndarray, jax.Array]] = deque()
+        self.count = count
+
+    def send(self, layer: int, units: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
+        """Bring `count` units of a layer into `slots` [count]; returns when the update is dispatched."""
+        staging = self._take()
+        self._host.gather(self._store.arenas[layer], units, staging)
+        program = self._programs.get("write", self._pool.slots[layer], self.count, self._store.dtype.name)
+        fence = self._pool.update(layer, slots, units, lambda parts: program(parts, staging, slots))
+        self._busy.append((staging, fence))
+
+    def drain(self) -> None:
+        """Wait until every update is done."""
+        while self._busy:
+            self._retire()
+
+    def _take(self) -> np.ndarray:
+        if not self._free:
+            self._retire()
+        return self._free.popleft()
+
+    def _retire(self) -> None:
+        staging, fence = self._busy.popleft()
+        fence.block_until_ready()
+        self._free.append(staging)
+
+
+def fill_pool(transfer: Transfer, pool: DevicePool, placement: Placement, on_layer=None) -> None:
+    """Put the initial placement into an empty pool, `transfer.count` slots at a time.
+
+    A bucket that is no multiple of it ends with a piece that overlaps the one before, which writes the same
+    units into the same slots again: no further program, no undefined slot.
+    """
+    for layer, bucket in enumerate(placement.buckets):
+        starts = list(range(0, len(bucket) - transfer.count + 1, transfer.count))
+        if starts and starts[-1] + transfer.count < len(bucket):
+            starts.append(len(bucket) - transfer.count)
+        for start in starts:
+            slots = np.arange(start, start + transfer.count, dtype=np.int32)
+            transfer.send(layer, bucket[slots], slots)
+        if on_layer is not None:
+            on_layer(layer)
+    transfer.drain()
+    pool.check()
