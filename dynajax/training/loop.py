@@ -1,0 +1,191 @@
+"""One training run by the clock: it always ends annealed, survives a kill, and is seeded throughout."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from dynajax.config import ModelSpec
+from dynajax.models.decoder import Decoder
+
+log = logging.getLogger("dynajax.training")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """What decides the weights besides corpus and clock."""
+
+    minutes: float
+    seed: int = 0
+    context: int = 256
+    batch: int = 4
+    peak_rate: float = 2.5e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 60
+    source_power: float = 0.6  # a source is drawn in proportion to its size to this power
+    wake: float = 0.1  # weight of the term that keeps every neuron in use
+    wake_window: int = 64  # tokens in which a neuron is asked to fire at least once
+    checkpoint_minutes: float = 5.0
+
+
+class Batches:
+    """Random windows of the token streams; a pure function of (seed, step), so a resumed run sees the same."""
+
+    def __init__(self, streams: dict[str, npt.NDArray[np.uint16]], cfg: TrainConfig):
+        self._streams = [streams[name] for name in sorted(streams)]
+        share = np.array([len(s) for s in self._streams], np.float64) ** cfg.source_power
+        self._share = share / share.sum()
+        self._cfg = cfg
+
+    def __call__(self, step: int) -> npt.NDArray[np.int32]:
+        """[batch, context + 1]: inputs are all but the last column, targets all but the first."""
+        rng = np.random.default_rng((self._cfg.seed, step))
+        rows = []
+        for which in rng.choice(len(self._streams), self._cfg.batch, p=self._share):
+            stream = self._streams[which]
+            start = rng.integers(0, len(stream) - self._cfg.context)
+            rows.append(stream[start : start + self._cfg.context + 1])
+        return np.stack(rows).astype(np.int32)
+
+
+def wake_loss(gate: jax.Array, window: int) -> jax.Array:
+    """Mean shortfall of each neuron's best pre-activation in each window of tokens; gate [B, T, F].
+
+    Zero for a neuron that fires (gate > 0) somewhere in the window; otherwise its largest gate is pulled
+    up. ReLU neurons that fire for no token get no other gradient and would stay dead for ever.
+    """
+    batch, length, width = gate.shape
+    windows = gate.reshape(batch, length // window, window, width)
+    where = jnp.argmax(jax.lax.stop_gradient(windows), axis=2)[:, :, None, :]  # its gradient is cheaper than max's
+    return jnp.mean(jax.nn.relu(-jnp.take_along_axis(windows, where, axis=2)))
+
+
+def make_optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
+    """AdamW direction with global-norm clipping; the caller scales it by the rate of the moment."""
+
+    def matrices(params):
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.add_decayed_weights(cfg.weight_decay, mask=matrices),
+    )
+
+
+def learning_rate(cfg: TrainConfig, step: int, progress: float) -> float:
+    """Linear warm-up by steps, then linear decay to zero by the share of the time that is gone."""
+    return cfg.peak_rate * min(1.0, (step + 1) / cfg.warmup_steps) * max(0.0, 1.0 - progress)
+
+
+def make_step(graphdef, tx: optax.GradientTransformation, cfg: TrainConfig) -> Callable:
+    """The jitted update: (params, opt_state, tokens [B,T+1], rate) -> params, opt_state, cross-entropy."""
+
+    def loss_of(params, tokens):
+        logits, gates = nnx.merge(graphdef, params)(tokens[:, :-1])
+        entropy = optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        awake = sum(wake_loss(gate, cfg.wake_window) for gate in gates)
+        return entropy + cfg.wake * awake, entropy
+
+    def step(params, opt_state, tokens, rate):
+        (_, entropy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+        return params, opt_state, entropy
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+class Checkpoints:
+    """The last two states of a run on disk; a step is either complete or invisible (orbax)."""
+
+    def __init__(self, folder: Path):
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+
+    def save(self, step: int, params, opt_state, elapsed_s: float) -> None:
+        state = {"params": nnx.to_pure_dict(params), "opt": opt_state, "elapsed_s": np.float64(elapsed_s)}
+        self._manager.save(step, args=ocp.args.StandardSave(state))
+        self._manager.wait_until_finished()
+
+    def latest(self) -> int | None:
+        """The newest complete step."""
+        return self._manager.latest_step()
+
+    def restore(self, params, opt_state):
+        """-> (step, params, opt_state, elapsed seconds) of the newest complete checkpoint, or None."""
+        step = self.latest()
+        if step is None:
+            return None
+        target = {"params": nnx.to_pure_dict(params), "opt": opt_state, "elapsed_s": np.float64(0)}
+        state = self._manager.restore(step, args=ocp.args.StandardRestore(target))
+        nnx.replace_by_pure_dict(params, state["params"])
+        return step, params, state["opt"], float(state["elapsed_s"])
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainResult:
+    """The trained model and what it took."""
+
+    model: Decoder
+    steps: int
+    tokens: int
+    elapsed_s: float
+
+
+def train(
+    spec: ModelSpec,
+    streams: dict[str, npt.NDArray[np.uint16]],
+    cfg: TrainConfig,
+    folder: Path,
+    *,
+    resume: bool,
+) -> TrainResult:
+    """Train for `cfg.minutes` in all, checkpointing into `folder`; a resumed run counts the time already spent."""
+    graphdef, params = nnx.split(Decoder(spec, nnx.Rngs(cfg.seed)))
+    tx = make_optimizer(cfg)
+    opt_state = tx.init(params)
+    checkpoints = Checkpoints(folder)
+    step, before_s = 0, 0.0
+    restored = checkpoints.restore(params, opt_state) if resume else None
+    if restored is not None:
+        step, params, opt_state, before_s = restored
+        log.info("resumed at step %d after %.1f minutes", step, before_s / 60)
+    update, batches = make_step(graphdef, tx, cfg), Batches(streams, cfg)
+    total_s, start_s = cfg.minutes * 60, time.monotonic()
+    saved_s, average = before_s, float("nan")
+    while (elapsed_s := before_s + time.monotonic() - start_s) < total_s:
+        rate = learning_rate(cfg, step, elapsed_s / total_s)
+        params, opt_state, entropy = update(params, opt_state, batches(step), np.float32(rate))
+        step += 1
+        value = float(entropy)
+        if not np.isfinite(value):
+            raise FloatingPointError(f"loss is {value} at step {step}; the last good checkpoint is kept")
+        average = value if average != average else 0.98 * average + 0.02 * value
+        if step % 100 == 0:
+            rate_tok_s = step * cfg.batch * cfg.context / elapsed_s
+            log.info("step %d  %.1f min  loss %.3f  %.0f tok/s", step, elapsed_s / 60, average, rate_tok_s)
+        if elapsed_s - saved_s > cfg.checkpoint_minutes * 60:
+            checkpoints.save(step, params, opt_state, elapsed_s)
+            saved_s = elapsed_s
+    elapsed_s = before_s + time.monotonic() - start_s
+    if step > (checkpoints.latest() or 0):
+        checkpoints.save(step, params, opt_state, elapsed_s)
+    checkpoints.close()
+    return TrainResult(
+        model=nnx.merge(graphdef, params), steps=step, tokens=step * cfg.batch * cfg.context, elapsed_s=elapsed_s
+    )
