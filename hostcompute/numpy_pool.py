@@ -1,0 +1,111 @@
+"""The pool that needs no compiler: same verbs and answers as `HostPool`, one to two orders slower."""
+
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from hostcompute.checks import (
+    FfnResult,
+    activation_code,
+    check_array,
+    check_bundle,
+    check_output,
+    check_threads,
+    outside_error,
+)
+from hostcompute.reference import activate
+
+FLOAT32, INT32, UINT8 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8)
+CHUNK_FLOATS = 1 << 22  # weights converted to float32 at a time
+
+
+class NumpyPool:
+    """Computes in float32 with NumPy on the calling thread; BLAS decides how many threads that uses."""
+
+    isa = "numpy"
+
+    def __init__(self, threads: int) -> None:
+        check_threads(threads)
+        self.threads = threads
+        self._closed = False
+
+    def ffn(
+        self,
+        x: npt.NDArray[np.float32],  # [B,D]
+        bundle: np.ndarray,  # [n,P,W,D]
+        units: npt.NDArray[np.int32],  # [C]
+        *,
+        activation: str,
+        threshold: float = 0.0,
+        skip_zeros: bool = True,
+        out: npt.NDArray[np.float32] | None = None,  # [B,D]
+        live: npt.NDArray[np.uint8] | None = None,  # [B,C]
+    ) -> FfnResult:
+        """See `HostPool.ffn`."""
+        activation_code(activation, threshold)
+        self._check(bundle, units)
+        check_array("x", x, FLOAT32, (None, bundle.shape[3]))
+        marks = np.empty((len(x), len(units)), np.uint8) if live is None else live
+        check_output("live", marks, UINT8, (len(x), len(units)))
+        y = np.empty_like(x) if out is None else out
+        check_output("out", y, FLOAT32, x.shape)
+        skip_zeros = skip_zeros and activation != "silu"
+        total, rows_read = np.zeros_like(x), 0
+        step = max(1, CHUNK_FLOATS // bundle[0].size) if len(bundle) else 1
+        for at in range(0, len(units), step):
+            part = _ffn_chunk(x, bundle, units[at : at + step], activation, threshold, skip_zeros)
+            total += part[0]
+            marks[:, at : at + step] = part[1]
+            rows_read += part[2]
+        y[...] = total
+        row_bytes = bundle.shape[3] * bundle.itemsize
+        return FfnResult(y, marks.sum(axis=1, dtype=np.int64), rows_read * row_bytes)
+
+    def gather(self, bundle: np.ndarray, units: npt.NDArray[np.int32], out: np.ndarray) -> np.ndarray:
+        """See `HostPool.gather`."""
+        self._check(bundle, units)
+        check_output("out", out, bundle.dtype, (len(units), *bundle.shape[1:]))
+        return np.take(bundle, units, axis=0, out=out, mode="clip")
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _check(self, bundle: np.ndarray, units: npt.NDArray[np.int32]) -> None:
+        if self._closed:
+            raise ValueError("pool must be open, got a closed one")
+        check_bundle(bundle)
+        check_array("units", units, INT32, (None,))
+        outside = np.flatnonzero((units < 0) | (units >= len(bundle)))
+        if outside.size:
+            raise outside_error(units, int(outside[0]), len(bundle))
+
+
+def _ffn_chunk(
+    x: npt.NDArray[np.float32],
+    bundle: np.ndarray,
+    units: npt.NDArray[np.int32],
+    activation: str,
+    threshold: float,
+    skip_zeros: bool,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_], int]:
+    """y [B,D], live [B,C] and the number of rows needed, for units that fit into one conversion."""
+    parts, inner, width = bundle.shape[1:]
+
+    def rows(part: int, chosen: np.ndarray | slice) -> npt.NDArray[np.float32]:
+        return bundle[units, part].reshape(-1, width)[chosen].astype(np.float32)  # [C*W,D]
+
+    h = activate(x @ rows(0, slice(None)).T, activation, threshold)  # [B,C*W]
+    live = (h != 0).reshape(len(x), len(units), inner).any(axis=2)
+    needed = np.flatnonzero((h != 0).any(axis=0)) if skip_zeros else np.arange(h.shape[1])
+    rows_read = h.shape[1] + (parts - 1) * len(needed)
+    h = h[:, needed]
+    if parts == 3:
+        h = h * (x @ rows(1, needed).T)
+    return h @ rows(parts - 1, needed), live, rows_read

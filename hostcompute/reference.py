@@ -1,0 +1,41 @@
+"""What the host kernels must compute: float64 NumPy, obvious, slow."""
+
+import numpy as np
+import numpy.typing as npt
+
+
+def activate(g: np.ndarray, activation: str, threshold: float) -> np.ndarray:
+    """The activation of the gate, in the dtype of `g`. fatrelu keeps values from the threshold on, unshifted."""
+    if activation == "relu":
+        return np.where(g <= 0, 0, g)
+    if activation == "fatrelu":
+        return np.where(g < threshold, 0, g)
+    if activation == "silu":
+        with np.errstate(over="ignore"):
+            return g / (1 + np.exp(-g))
+    raise ValueError(f"activation must be relu, fatrelu or silu, got {activation!r}")
+
+
+def ffn_reference(
+    x: npt.NDArray[np.float32],  # [B,D]
+    bundle: np.ndarray,  # [n,P,W,D]
+    units: npt.NDArray[np.int32],  # [C]
+    activation: str,
+    threshold: float = 0.0,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """The FFN over the chosen units: y [B,D], and live [B,C]: a row of the unit has a non-zero activation.
+
+    A unit named twice counts twice.
+    """
+    chosen = bundle[units].astype(np.float64)  # [C,P,W,D]
+    x64 = x.astype(np.float64)
+    h = activate(np.einsum("BD,CWD->BCW", x64, chosen[:, 0]), activation, threshold)
+    live = (h != 0).any(axis=2)
+    if bundle.shape[1] == 3:
+        h = h * np.einsum("BD,CWD->BCW", x64, chosen[:, 1])
+    return np.einsum("BCW,CWD->BD", h, chosen[:, -1]), live
+
+
+def gather_reference(bundle: np.ndarray, units: npt.NDArray[np.int32]) -> np.ndarray:
+    """The chosen units, copied one after another: [C,P,W,D]."""
+    return bundle[units]

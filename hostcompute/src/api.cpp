@@ -1,0 +1,87 @@
+#include "api.h"
+
+#include <memory>
+#include <mutex>
+#include <new>
+#include <system_error>
+
+#include "ffn.h"
+#include "kernels.h"
+#include "pool.h"
+#include "stream.h"
+
+namespace {
+
+constexpr int32_t abi_version = 1;
+
+struct Handle {
+  Pool pool;
+  const Kernels* kernels;
+
+  Handle(int threads, const Kernels* kernels) : pool(threads), kernels(kernels) {}
+};
+
+// One plus the index of the first unit outside the arena, or 0.
+int64_t first_outside(const hc_arena& arena, const int32_t* units, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    if (units[i] < 0 || units[i] >= arena.units) return i + 1;
+  return 0;
+}
+
+}  // namespace
+
+int32_t hc_abi_version(void) { return abi_version; }
+
+void* hc_pool_create(int32_t threads, const char* isa, int32_t* status) {
+  bool known = false;
+  const Kernels* kernels = find_kernels(isa, &known);
+  *status = kernels != nullptr ? hc_ok : known ? hc_missing_isa : hc_unknown_isa;
+  if (kernels == nullptr) return nullptr;
+  try {
+    return std::make_unique<Handle>(threads, kernels).release();
+  } catch (const std::system_error&) {
+  } catch (const std::bad_alloc&) {
+  }
+  *status = hc_no_resources;
+  return nullptr;
+}
+
+void hc_pool_destroy(void* pool) {
+  Handle* handle = static_cast<Handle*>(pool);
+  handle->pool.turn().lock();  // let a call that another thread is in come to its end
+  handle->pool.turn().unlock();
+  delete handle;
+}
+
+const char* hc_pool_isa(void* pool) { return static_cast<Handle*>(pool)->kernels->isa; }
+
+int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t batch, const int32_t* units, int64_t count,
+               int32_t activation, float threshold, int32_t skip_zeros, float* y, uint8_t* live, int64_t* totals) {
+  Handle& handle = *static_cast<Handle*>(pool);
+  const int64_t outside = first_outside(*arena, units, count);
+  if (outside != 0) return outside;
+  std::lock_guard<std::mutex> turn(handle.pool.turn());
+  try {
+    ffn(handle.pool, *handle.kernels,
+        {*arena, x, batch, units, count, static_cast<Activation>(activation), threshold, skip_zeros != 0, y, live,
+         totals});
+  } catch (const std::bad_alloc&) {
+    return hc_no_memory;
+  }
+  return hc_ok;
+}
+
+int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units, int64_t count, void* out) {
+  Handle& handle = *static_cast<Handle*>(pool);
+  const int64_t outside = first_outside(*arena, units, count);
+  if (outside != 0) return outside;
+  std::lock_guard<std::mutex> turn(handle.pool.turn());
+  gather(handle.pool, *handle.kernels, *arena, units, count, out);
+  return hc_ok;
+}
+
+uint64_t hc_read_sum(void* pool, const void* data, int64_t bytes) {
+  Handle& handle = *static_cast<Handle*>(pool);
+  std::lock_guard<std::mutex> turn(handle.pool.turn());
+  return read_sum(handle.pool, *handle.kernels, data, bytes);
+}

@@ -1,0 +1,42 @@
+// The C interface of the library. No exception crosses it.
+//
+// Bump abi_version in api.cpp, and ABI_VERSION in library.py, when anything here changes.
+#pragma once
+
+#include <cstdint>
+
+#define HC_API extern "C" __attribute__((visibility("default")))
+
+// One layer's bundles: [units, parts, rows, width], C-contiguous. Borrowed, never owned.
+struct hc_arena {
+  const void* data;
+  int64_t units;
+  int64_t parts;  // 3: gate, up, down; 2: up, down
+  int64_t rows;   // rows per part: 1 for a neuron, f for an expert
+  int64_t width;  // D
+  int32_t dtype;  // 0 float32, 1 float16, 2 bfloat16
+  int32_t padding;
+};
+
+// Results of hc_pool_create and of the calls. A positive result of hc_ffn and hc_gather is one plus the
+// index of the first unit that lies outside the arena; nothing was computed then.
+enum { hc_ok = 0, hc_unknown_isa = 1, hc_missing_isa = 2, hc_no_resources = 3, hc_no_memory = -1 };
+
+HC_API int32_t hc_abi_version(void);
+
+// isa: "" for the best one of this CPU, or portable, avx2, avx512. Null on error, with *status set.
+HC_API void* hc_pool_create(int32_t threads, const char* isa, int32_t* status);
+HC_API void hc_pool_destroy(void* pool);
+HC_API const char* hc_pool_isa(void* pool);
+
+// y[B,D] = FFN of x[B,D] over `count` units. live: uint8 [B,count] or null. totals: int64 [B + 1], the
+// live units of each row, then the bytes of weights read.
+HC_API int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t batch, const int32_t* units,
+                      int64_t count, int32_t activation, float threshold, int32_t skip_zeros, float* y,
+                      uint8_t* live, int64_t* totals);
+
+// out[i] = arena[units[i]], whole units.
+HC_API int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units, int64_t count, void* out);
+
+// The sum of the 64-bit words of a buffer, read once by all threads: what a benchmark compares with.
+HC_API uint64_t hc_read_sum(void* pool, const void* data, int64_t bytes);

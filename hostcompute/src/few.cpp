@@ -1,0 +1,144 @@
+// One or two tokens: the weights come from memory once and everything else stays in the first cache, so what
+// counts is that the memory is never idle. Rows are read one after the other; while one is read the next one
+// comes in, and the pages of a later one are looked up. For that the order must be known ahead: the gates of a
+// block are read before the other rows of the block before it, whose gates have said which those are.
+#include <algorithm>
+#include <utility>
+
+#include "plan.h"
+
+namespace {
+
+constexpr int look_up_ahead = 4;  // rows
+constexpr int64_t page = 4096;
+
+struct Block {
+  int64_t first;  // neuron
+  int rows;
+  const char* base[max_block];  // the part-0 row of each neuron
+  int needed[max_block];        // the neurons whose other rows are needed
+  int count;                    // of needed
+  float* h;                     // [count, tokens] activation, then times up
+};
+
+// Rows in the order in which they are going to be read; null behind the last one.
+class Order {
+ public:
+  void clear() { count_ = at_ = 0; }
+  void add(const char* row) { rows_[count_++] = row; }
+  void end() { std::fill_n(rows_ + count_, look_up_ahead, nullptr); }
+  const char* const* take() { return rows_ + at_++; }  // [0]: the row, [1]: the next one, ...
+
+ private:
+  const char* rows_[3 * max_block + 2 * look_up_ahead];
+  int count_ = 0;
+  int at_ = 0;
+};
+
+class Few {
+ public:
+  Few(const Plan& plan, float* y, float* values)
+      : plan_(plan), d_(plan.call.arena.width), tokens_(static_cast<int>(plan.call.batch)) {
+    for (int t = 0; t < tokens_; ++t) {
+      x_[t] = plan.call.x + t * d_;
+      y_[t] = y + t * d_;
+    }
+    blocks_[0].h = values;
+    blocks_[1].h = values + max_block * tokens_;
+  }
+
+  int64_t compute(int thread) {
+    int64_t rows_read = 0;
+    Block* current = &blocks_[0];
+    Block* upcoming = &blocks_[1];
+    current->rows = current->count = 0;
+    for (int64_t block = thread; block < plan_.blocks + plan_.threads; block += plan_.threads) {
+      find(block, upcoming);
+      plan_order(*upcoming, *current, block + plan_.threads);
+      read_gates(upcoming);
+      read_others(*current);
+      rows_read += upcoming->rows + current->count * plan_.down();
+      std::swap(current, upcoming);
+    }
+    return rows_read;
+  }
+
+ private:
+  void find(int64_t index, Block* block) const {
+    block->rows = plan_.find_rows(index, block->base);
+    block->first = block->rows == 0 ? 0 : plan_.begin(index);
+  }
+
+  void plan_order(const Block& upcoming, const Block& current, int64_t then) {
+    order_.clear();
+    for (int r = 0; r < upcoming.rows; ++r) order_.add(upcoming.base[r]);
+    for (int part = 1; part <= plan_.down(); ++part)
+      for (int i = 0; i < current.count; ++i) order_.add(current.base[current.needed[i]] + part * plan_.part_stride());
+    const char* gates[max_block];
+    const int known = std::min(look_up_ahead, plan_.find_rows(then, gates));
+    for (int r = 0; r < known; ++r) order_.add(gates[r]);
+    order_.end();
+  }
+
+  void read_gates(Block* block) {
+    block->count = 0;
+    for (int r = 0; r < block->rows; ++r) {
+      float* h = block->h + block->count * tokens_;
+      dot(h);
+      bool needed = !plan_.skip;
+      for (int t = 0; t < tokens_; ++t) {
+        h[t] = plan_.activate(block->first + r, t, h[t]);
+        needed = needed || h[t] != 0;
+      }
+      if (needed) block->needed[block->count++] = r;
+    }
+  }
+
+  void read_others(const Block& block) {
+    for (int i = 0; plan_.has_gate() && i < block.count; ++i) {
+      float* h = block.h + i * tokens_;
+      float up[few_tokens];
+      dot(up);
+      for (int t = 0; t < tokens_; ++t) h[t] = h[t] == 0 ? 0 : h[t] * up[t];
+    }
+    for (int i = 0; i < block.count; ++i) {
+      const Step step = next_step();
+      plan_.tiles.axpy[0][tokens_ - 1](&step.row, block.h + i * tokens_, d_, step.next(), y_);
+    }
+  }
+
+  void dot(float* out) {
+    const Step step = next_step();
+    plan_.tiles.dot[0][tokens_ - 1](&step.row, x_, d_, step.next(), out);
+  }
+
+  struct Step {
+    const void* row;
+    const void* following;
+    const void* const* next() const { return following == nullptr ? nullptr : &following; }
+  };
+
+  // Also starts the translation of a later row's addresses: an unknown page costs as much as a kilobyte.
+  Step next_step() {
+    const char* const* rows = order_.take();
+    if (const char* later = rows[look_up_ahead]; later != nullptr) {
+      for (int64_t at = 0; at < plan_.row_bytes(); at += page) __builtin_prefetch(later + at);
+      __builtin_prefetch(later + plan_.row_bytes() - 1);
+    }
+    return {rows[0], rows[1]};
+  }
+
+  const Plan& plan_;
+  const int64_t d_;
+  const int tokens_;
+  const float* x_[few_tokens];
+  float* y_[few_tokens];
+  Block blocks_[2];
+  Order order_;
+};
+
+}  // namespace
+
+int64_t compute_few(const Plan& plan, int thread, float* y, float* values) {
+  return Few(plan, y, values).compute(thread);
+}

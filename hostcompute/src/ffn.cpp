@@ -1,0 +1,82 @@
+// One FFN call: every thread computes its share of the units, then the shares are added.
+#include "ffn.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "plan.h"
+
+namespace {
+
+constexpr int64_t parallel_reduce = 1 << 16;  // floats; below, waking the threads costs more than it saves
+constexpr int64_t line_floats = 16;
+
+struct Job {
+  Plan plan;
+  Pool& pool;
+  std::atomic<int64_t> rows_read{0};
+};
+
+// A thread's scratch: y [B,D], then the values of one block.
+int64_t sum_floats(const FfnCall& call) {
+  return (call.batch * call.arena.width + line_floats - 1) / line_floats * line_floats;
+}
+
+float* partial_sum(const Job& job, int thread) { return static_cast<float*>(job.pool.scratch(thread).data()); }
+
+void compute(void* context, int thread) {
+  Job& job = *static_cast<Job*>(context);
+  const FfnCall& call = job.plan.call;
+  float* y = partial_sum(job, thread);
+  std::memset(y, 0, sum_floats(call) * sizeof(float));
+  const auto run = call.batch <= few_tokens ? compute_few : compute_many;
+  const int64_t rows = run(job.plan, thread, y, y + sum_floats(call));
+  job.rows_read.fetch_add(rows, std::memory_order_relaxed);
+}
+
+// y = the threads' sums, added in the order of the threads.
+void reduce_slice(const Job& job, int64_t begin, int64_t end) {
+  float* y = job.plan.call.y;
+  std::memcpy(y + begin, partial_sum(job, 0) + begin, (end - begin) * sizeof(float));
+  for (int thread = 1; thread < job.pool.threads(); ++thread) {
+    const float* from = partial_sum(job, thread);
+    for (int64_t i = begin; i < end; ++i) y[i] += from[i];
+  }
+}
+
+void reduce(Job& job) {
+  const int64_t floats = job.plan.call.batch * job.plan.call.arena.width;
+  if (floats * job.pool.threads() < parallel_reduce) return reduce_slice(job, 0, floats);
+  const auto task = [](void* context, int thread) {
+    const Job& job = *static_cast<Job*>(context);
+    const int64_t threads = job.pool.threads();
+    const int64_t floats = job.plan.call.batch * job.plan.call.arena.width;
+    reduce_slice(job, floats * thread / threads, floats * (thread + 1) / threads);
+  };
+  job.pool.run(task, &job);
+}
+
+}  // namespace
+
+int64_t row_bytes(const hc_arena& arena) { return arena.width * (arena.dtype == 0 ? 4 : 2); }
+
+void ffn(Pool& pool, const Kernels& kernels, const FfnCall& call) {
+  const int64_t floats = sum_floats(call) + 2 * max_block * call.batch;
+  for (int thread = 0; thread < pool.threads(); ++thread) pool.scratch(thread).reserve(floats * sizeof(float));
+  const int64_t marks = call.batch * call.count;
+  uint8_t* live = call.live;
+  if (live == nullptr) {
+    pool.shared_scratch().reserve(marks);
+    live = static_cast<uint8_t*>(pool.shared_scratch().data());
+  }
+  if (marks > 0) std::memset(live, 0, marks);
+  Job job{Plan(call, kernels, pool.threads(), live), pool};
+  pool.run(compute, &job);
+  reduce(job);
+  for (int64_t t = 0; t < call.batch; ++t) {
+    int64_t units = 0;
+    for (int64_t c = 0; c < call.count; ++c) units += live[t * call.count + c];
+    call.totals[t] = units;
+  }
+  call.totals[call.batch] = job.rows_read.load() * row_bytes(call.arena);
+}

@@ -1,0 +1,26 @@
+#pragma once
+
+#include "api.h"
+#include "kernels.h"
+#include "pool.h"
+
+enum Activation : int32_t { relu = 0, fatrelu = 1, silu = 2 };
+
+struct FfnCall {
+  const hc_arena& arena;
+  const float* x;  // [batch, width]
+  int64_t batch;
+  const int32_t* units;  // [count], each in [0, arena.units)
+  int64_t count;
+  Activation activation;
+  float threshold;
+  bool skip_zeros;
+  float* y;         // [batch, width]; may be x
+  uint8_t* live;    // [batch, count], or null
+  int64_t* totals;  // [batch + 1]
+};
+
+int64_t row_bytes(const hc_arena& arena);
+
+// Throws std::bad_alloc before anything is written to y. The caller holds pool.turn().
+void ffn(Pool& pool, const Kernels& kernels, const FfnCall& call);

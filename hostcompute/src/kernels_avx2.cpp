@@ -1,0 +1,53 @@
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+#include "weights.h"
+
+#pragma GCC target("avx2,fma,f16c")
+
+namespace {
+
+struct Simd {
+  using reg = __m256;
+  static constexpr int width = 8;
+  static constexpr int max_sums = 8;
+
+  static reg zero() { return _mm256_setzero_ps(); }
+  static reg broadcast(float value) { return _mm256_set1_ps(value); }
+  static reg load(const float* p) { return _mm256_loadu_ps(p); }
+  static reg load(const Half* p) { return _mm256_cvtph_ps(load16(p)); }
+  static reg load(const Brain* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p)), 16));
+  }
+  static void store(float* p, reg value) { _mm256_storeu_ps(p, value); }
+  static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
+  static reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
+  static float sum(reg value) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  static void stream_line(void* to, const void* from) {
+    __m256i* target = static_cast<__m256i*>(to);
+    const __m256i* source = static_cast<const __m256i*>(from);
+    _mm256_stream_si256(target, _mm256_loadu_si256(source));
+    _mm256_stream_si256(target + 1, _mm256_loadu_si256(source + 1));
+  }
+  static void fence() { _mm_sfence(); }
+
+ private:
+  static __m128i load16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+};
+
+}  // namespace
+
+#include "kernels_impl.h"
+
+const Kernels avx2_kernels = make_kernels("avx2");
+
+#endif

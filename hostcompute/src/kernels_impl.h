@@ -1,0 +1,223 @@
+// The kernels, written once over a `Simd` type. Each kernels_<isa>.cpp defines its own `Simd`, switches its
+// target on, and includes this file. All is in an unnamed namespace and uses no template of the standard
+// library: code compiled for AVX-512 must not be shared by the linker with code for any CPU.
+//
+// Simd has: reg, width, max_sums (registers for running sums), zero, broadcast, load (of each weight type),
+// store, add, fma, sum, and stream_line(to, from), which copies 64 aligned bytes past the caches.
+
+namespace {
+
+constexpr int64_t line = 64;  // bytes of a cache line
+
+float to_float(float value) { return value; }
+
+float to_float(Half value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
+  const uint32_t magnitude = value.bits & 0x7fff;
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;  // right even where denormals are flushed
+  uint32_t bits;
+  std::memcpy(&bits, &subnormal, sizeof bits);
+  if (magnitude >= 0x7c00) {
+    bits = 0x7f800000 | (magnitude << 13);
+  } else if (magnitude >= 0x0400) {
+    bits = (magnitude << 13) + 0x38000000;
+  }
+  bits |= sign;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+float to_float(Brain value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+constexpr int64_t chunk = 2 * line;  // bytes of a weight row that one turn of a main loop handles
+
+// Fetches what is read next. For a single row: in pieces of two pages, one piece ahead, so that it still is in the
+// first cache when its turn comes; the two halves of a piece side by side, for one page alone does not keep the
+// memory busy. For several rows: the same place in each of the next ones.
+template <int R>
+class Ahead {
+ public:
+  Ahead(const void* const* rows, const void* const* next, int64_t row_bytes) : next_(next) {
+    if constexpr (R == 1) {
+      constexpr int64_t two_pages = 8192;
+      left_ = (row_bytes + two_pages - 1) / two_pages;
+      half_ = row_bytes / left_ / 2;
+      at_ = static_cast<const char*>(rows[0]) + half_;
+      stop_ = at_;
+    }
+  }
+
+  // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops the call.
+  __attribute__((always_inline)) void fetch_chunk(int64_t offset) {
+    if (next_ == nullptr) return;
+    if constexpr (R == 1) {
+      if (at_ >= stop_) {
+        at_ = --left_ == 0 ? static_cast<const char*>(next_[0]) : at_ + half_;
+        stop_ = at_ + half_;
+      }
+      __builtin_prefetch(at_);
+      __builtin_prefetch(at_ + half_);
+      at_ += line;
+    } else {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const char* row = static_cast<const char*>(next_[r]) + offset;
+        __builtin_prefetch(row, 0, 2);
+        __builtin_prefetch(row + line, 0, 2);
+      }
+    }
+  }
+
+ private:
+  const void* const* next_;
+  const char* at_ = nullptr;
+  const char* stop_ = nullptr;
+  int64_t half_ = 0;
+  int64_t left_ = 0;  // pieces of this row that are not fetched yet, the first one included
+};
+
+// Running sums per pair of row and token: several where registers are left, to hide the latency of fma.
+template <typename Weight>
+constexpr int sums_each(int pairs) {
+  const int vectors = chunk / sizeof(Weight) / Simd::width;
+  const int fit = Simd::max_sums / pairs;
+  const int most = fit < 4 ? fit : 4;
+  return most < 1 ? 1 : most < vectors ? most : vectors;
+}
+
+template <typename Weight, int R, int T>
+void dot_tile(const void* const* rows, const float* const* x, int64_t d, const void* const* next, float* out) {
+  if constexpr (R * T > Simd::max_sums && T > 1) {  // few registers: two passes over rows that are in L1 by now
+    constexpr int first = T / 2;
+    float part[tile * tile];
+    dot_tile<Weight, R, first>(rows, x, d, next, part);
+    for (int r = 0; r < R; ++r)
+      for (int t = 0; t < first; ++t) out[r * T + t] = part[r * first + t];
+    dot_tile<Weight, R, T - first>(rows, x + first, d, nullptr, part);
+    for (int r = 0; r < R; ++r)
+      for (int t = first; t < T; ++t) out[r * T + t] = part[r * (T - first) + t - first];
+  } else {
+    constexpr int K = sums_each<Weight>(R * T);
+    typename Simd::reg sums[R][T][K];
+    const Weight* w[R];
+    for (int r = 0; r < R; ++r) {
+      w[r] = static_cast<const Weight*>(rows[r]);
+      for (int t = 0; t < T; ++t)
+        for (int k = 0; k < K; ++k) sums[r][t][k] = Simd::zero();
+    }
+    const auto step = [&](int64_t at, int k) __attribute__((always_inline)) {
+      typename Simd::reg weights[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) weights[r] = Simd::load(w[r] + at);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) {
+        const typename Simd::reg xs = Simd::load(x[t] + at);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sums[r][t][k] = Simd::fma(weights[r], xs, sums[r][t][k]);
+      }
+    };
+    constexpr int64_t per_chunk = chunk / sizeof(Weight);
+    Ahead<R> ahead(rows, next, d * sizeof(Weight));
+    int64_t i = 0;
+    for (; i + per_chunk <= d; i += per_chunk) {
+      ahead.fetch_chunk(i * sizeof(Weight));
+#pragma GCC unroll 16
+      for (int v = 0; v < per_chunk / Simd::width; ++v) step(i + v * Simd::width, v % K);
+    }
+    for (; i + Simd::width <= d; i += Simd::width) step(i, 0);
+    for (int r = 0; r < R; ++r) {
+      for (int t = 0; t < T; ++t) {
+        for (int k = 1; k < K; ++k) sums[r][t][0] = Simd::add(sums[r][t][0], sums[r][t][k]);
+        float sum = Simd::sum(sums[r][t][0]);
+        for (int64_t k = i; k < d; ++k) sum += to_float(w[r][k]) * x[t][k];
+        out[r * T + t] = sum;
+      }
+    }
+  }
+}
+
+template <typename Weight, int R, int T>
+void axpy_tile(const void* const* rows, const float* h, int64_t d, const void* const* next, float* const* y) {
+  const Weight* w[R];
+  for (int r = 0; r < R; ++r) w[r] = static_cast<const Weight*>(rows[r]);
+  const auto step = [&](int64_t at) __attribute__((always_inline)) {
+    typename Simd::reg weights[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) weights[r] = Simd::load(w[r] + at);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      typename Simd::reg ys = Simd::load(y[t] + at);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) ys = Simd::fma(Simd::broadcast(h[r * T + t]), weights[r], ys);
+      Simd::store(y[t] + at, ys);
+    }
+  };
+  constexpr int64_t per_chunk = chunk / sizeof(Weight);
+  Ahead<R> ahead(rows, next, d * sizeof(Weight));
+  int64_t i = 0;
+  for (; i + per_chunk <= d; i += per_chunk) {
+    ahead.fetch_chunk(i * sizeof(Weight));
+#pragma GCC unroll 16
+    for (int v = 0; v < per_chunk / Simd::width; ++v) step(i + v * Simd::width);
+  }
+  for (; i + Simd::width <= d; i += Simd::width) step(i);
+  for (; i < d; ++i)
+    for (int t = 0; t < T; ++t)
+      for (int r = 0; r < R; ++r) y[t][i] += h[r * T + t] * to_float(w[r][i]);
+}
+
+void copy(void* to, const void* from, int64_t bytes) {
+  char* target = static_cast<char*>(to);
+  const char* source = static_cast<const char*>(from);
+  const int64_t misaligned = -reinterpret_cast<int64_t>(target) & (line - 1);
+  const int64_t head = misaligned < bytes ? misaligned : bytes;
+  std::memcpy(target, source, head);
+  constexpr int64_t ahead = 16 * line;
+  int64_t i = head;
+  for (; i + line <= bytes; i += line) {
+    __builtin_prefetch(source + i + ahead, 0, 0);
+    Simd::stream_line(target + i, source + i);
+  }
+  std::memcpy(target + i, source + i, bytes - i);
+  Simd::fence();
+}
+
+uint64_t read_sum(const void* data, int64_t bytes) {
+  typedef uint64_t Words __attribute__((vector_size(line), aligned(1), may_alias));
+  const char* source = static_cast<const char*>(data);
+  Words sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * line <= bytes; i += 4 * line) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) sums[k] += *reinterpret_cast<const Words*>(source + i + k * line);
+  }
+  uint64_t total = 0;
+  for (int k = 0; k < 4; ++k)
+    for (unsigned word = 0; word < line / sizeof(uint64_t); ++word) total += sums[k][word];
+  for (; i + 8 <= bytes; i += 8) {
+    uint64_t word;
+    std::memcpy(&word, source + i, sizeof word);
+    total += word;
+  }
+  return total;
+}
+
+template <typename Weight>
+constexpr Tiles make_tiles() {
+  return {{{dot_tile<Weight, 1, 1>, dot_tile<Weight, 1, 2>, dot_tile<Weight, 1, 3>, dot_tile<Weight, 1, 4>},
+           {dot_tile<Weight, 4, 1>, dot_tile<Weight, 4, 2>, dot_tile<Weight, 4, 3>, dot_tile<Weight, 4, 4>}},
+          {{axpy_tile<Weight, 1, 1>, axpy_tile<Weight, 1, 2>, axpy_tile<Weight, 1, 3>, axpy_tile<Weight, 1, 4>},
+           {axpy_tile<Weight, 4, 1>, axpy_tile<Weight, 4, 2>, axpy_tile<Weight, 4, 3>, axpy_tile<Weight, 4, 4>}}};
+}
+
+constexpr Kernels make_kernels(const char* isa) {
+  return {isa, {make_tiles<float>(), make_tiles<Half>(), make_tiles<Brain>()}, copy, read_sum};
+}
+
+}  // namespace

@@ -1,0 +1,138 @@
+// Three tokens and more: bound by arithmetic sooner or later. A block of rows is used for all tokens while it
+// is in a cache: in tiles of rows and tokens where all is computed, token by token where zeros are skipped.
+#include <algorithm>
+#include <numeric>
+
+#include "plan.h"
+
+namespace {
+
+class Many {
+ public:
+  Many(const Plan& plan, float* y, float* values)
+      : plan_(plan),
+        call_(plan.call),
+        d_(plan.call.arena.width),
+        y_(y),
+        h_(values),
+        up_(values + max_block * plan.call.batch) {
+    std::iota(all_, all_ + max_block, 0);
+  }
+
+  int64_t compute(int thread) {
+    int64_t rows_read = 0;
+    for (int64_t block = thread; block < plan_.blocks; block += plan_.threads) {
+      rows_ = plan_.find_rows(block, base_);
+      dots(0, h_);
+      const int64_t first = plan_.begin(block);
+      for (int64_t t = 0; t < call_.batch; ++t)
+        for (int r = 0; r < rows_; ++r) h_[t * rows_ + r] = plan_.activate(first + r, t, h_[t * rows_ + r]);
+      rows_read += rows_ + (plan_.skip ? skipping() : everything());
+    }
+    return rows_read;
+  }
+
+ private:
+  // Calls kernel(r, n, rows, next) for the listed neurons from r on, n = `tile` or 1 of them at a time.
+  template <typename Kernel>
+  void for_groups(const int* list, int count, int part, Kernel kernel) const {
+    const void* rows[max_block + tile];
+    for (int i = 0; i < count; ++i) rows[i] = base_[list[i]] + part * plan_.part_stride();
+    for (int i = 0; i < count;) {
+      const int n = count - i >= tile ? tile : 1;
+      kernel(i, n, rows + i, i + 2 * n <= count ? rows + i + n : nullptr);
+      i += n;
+    }
+  }
+
+  // result[t * rows_ + r] = x[t] . row r, for all tokens and all neurons of the block.
+  void dots(int part, float* result) const {
+    for (int64_t t0 = 0; t0 < call_.batch; t0 += tile) {
+      const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.batch - t0));
+      const float* x[tile];
+      for (int t = 0; t < tokens; ++t) x[t] = call_.x + (t0 + t) * d_;
+      for_groups(all_, rows_, part, [&](int r0, int n, const void* const* rows, const void* const* next) {
+        float out[tile * tile];
+        plan_.tiles.dot[n != 1][tokens - 1](rows, x, d_, t0 == 0 ? next : nullptr, out);
+        for (int r = 0; r < n; ++r)
+          for (int t = 0; t < tokens; ++t) result[(t0 + t) * rows_ + r0 + r] = out[r * tokens + t];
+      });
+    }
+  }
+
+  int64_t everything() {
+    if (plan_.has_gate()) {
+      dots(1, up_);
+      for (int64_t i = 0; i < call_.batch * rows_; ++i) h_[i] *= up_[i];
+    }
+    for (int64_t t0 = 0; t0 < call_.batch; t0 += tile) {
+      const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.batch - t0));
+      float* y[tile];
+      for (int t = 0; t < tokens; ++t) y[t] = y_ + (t0 + t) * d_;
+      for_groups(all_, rows_, plan_.down(), [&](int r0, int n, const void* const* rows, const void* const* next) {
+        float h[tile * tile];
+        for (int r = 0; r < n; ++r)
+          for (int t = 0; t < tokens; ++t) h[r * tokens + t] = h_[(t0 + t) * rows_ + r0 + r];
+        plan_.tiles.axpy[n != 1][tokens - 1](rows, h, d_, t0 == 0 ? next : nullptr, y);
+      });
+    }
+    return static_cast<int64_t>(plan_.down()) * rows_;
+  }
+
+  // Up for all tokens, then down for all: two parts of a block fit into a cache, three may not.
+  int64_t skipping() {
+    bool needed[max_block] = {};
+    for (int64_t t = 0; t < call_.batch; ++t) {
+      int list[max_block];
+      const int live = find_live(t, list);
+      for (int i = 0; i < live; ++i) needed[list[i]] = true;
+      if (plan_.has_gate()) multiply_by_up(t, list, live);
+    }
+    for (int64_t t = 0; t < call_.batch; ++t) {
+      int list[max_block];
+      add_down(t, list, find_live(t, list));
+    }
+    return plan_.down() * std::count(needed, needed + rows_, true);
+  }
+
+  int find_live(int64_t t, int* list) const {
+    int live = 0;
+    for (int r = 0; r < rows_; ++r)
+      if (h_[t * rows_ + r] != 0) list[live++] = r;
+    return live;
+  }
+
+  void multiply_by_up(int64_t t, const int* list, int live) {
+    const float* x = call_.x + t * d_;
+    for_groups(list, live, 1, [&](int i, int n, const void* const* rows, const void* const* next) {
+      float up[tile];
+      plan_.tiles.dot[n != 1][0](rows, &x, d_, next, up);
+      for (int r = 0; r < n; ++r) h_[t * rows_ + list[i + r]] *= up[r];
+    });
+  }
+
+  void add_down(int64_t t, const int* list, int live) {
+    float* y = y_ + t * d_;
+    for_groups(list, live, plan_.down(), [&](int i, int n, const void* const* rows, const void* const* next) {
+      float h[tile];
+      for (int r = 0; r < n; ++r) h[r] = h_[t * rows_ + list[i + r]];
+      plan_.tiles.axpy[n != 1][0](rows, h, d_, next, &y);
+    });
+  }
+
+  const Plan& plan_;
+  const FfnCall& call_;
+  const int64_t d_;
+  float* y_;   // [batch, width]
+  float* h_;   // [batch, rows_]: gate, then its activation, then times up
+  float* up_;  // [batch, rows_]
+  const char* base_[max_block];
+  int all_[max_block];  // 0, 1, 2, ...
+  int rows_ = 0;
+};
+
+}  // namespace
+
+int64_t compute_many(const Plan& plan, int thread, float* y, float* values) {
+  return Many(plan, y, values).compute(thread);
+}

@@ -1,0 +1,55 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace {
+
+constexpr int64_t block_bytes = 256 * 1024;  // one part of a block; two of them stay in a second-level cache
+
+}  // namespace
+
+Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* live)
+    : call(call),
+      tiles(kernels.tiles[call.arena.dtype]),
+      threads(threads),
+      live(live),
+      skip(call.skip_zeros && call.activation != silu),  // SiLU has no zeros to look for
+      neurons_(call.count * call.arena.rows),
+      row_bytes_(::row_bytes(call.arena)) {
+  const int64_t fit = std::clamp<int64_t>(block_bytes / row_bytes_, tile, max_block);
+  const int64_t most = call.batch <= few_tokens ? max_block : fit;
+  blocks = threads * ((neurons_ + threads * most - 1) / (threads * most));
+}
+
+int Plan::find_rows(int64_t block, const char** rows) const {
+  if (block >= blocks) return 0;
+  const hc_arena& arena = call.arena;
+  const int64_t first = begin(block);
+  const int64_t end = begin(block + 1);
+  for (int64_t j = first; j < end; ++j) {
+    const int64_t position = j / arena.rows;
+    const int64_t unit = call.units[position];
+    const int64_t inner = j - position * arena.rows;
+    rows[j - first] = static_cast<const char*>(arena.data) + unit * arena.parts * part_stride() + inner * row_bytes_;
+  }
+  return static_cast<int>(end - first);
+}
+
+float Plan::activate(int64_t neuron, int64_t token, float gate) const {
+  float value;  // the comparisons let a NaN through, so that a numerical failure shows
+  switch (call.activation) {
+    case relu:
+      value = gate <= 0 ? 0 : gate;
+      break;
+    case fatrelu:
+      value = gate < call.threshold ? 0 : gate;
+      break;
+    default:
+      value = gate / (1 + std::exp(-gate));
+  }
+  const int64_t unit = call.arena.rows == 1 ? neuron : neuron / call.arena.rows;  // a division takes a while
+  // Two threads may mark the same expert; both write the same value.
+  if (value != 0) __atomic_store_n(&live[token * call.count + unit], 1, __ATOMIC_RELAXED);
+  return value;
+}

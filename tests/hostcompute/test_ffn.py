@@ -1,0 +1,183 @@
+"""The kernels of every instruction set, and the NumPy pool, against the reference."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hostcompute import HostPool, NumpyPool
+from tests.hostcompute.cases import DTYPES, ISAS, Case, cases, make_case
+
+PROPERTY = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, print_blob=True
+)
+MODES = st.sampled_from([True, False])
+
+
+def check(pool: HostPool | NumpyPool, case: Case, *, skip_zeros: bool) -> None:
+    wanted, live = case.reference()
+    out = np.full(case.x.shape, np.nan, np.float32)
+    marks = np.full(live.shape, 7, np.uint8)
+    result = pool.ffn(case.x, case.bundle, case.units, **case.kind, skip_zeros=skip_zeros, out=out, live=marks)
+    assert result.y is out
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=case.tolerance())
+    np.testing.assert_array_equal(marks, live)
+    np.testing.assert_array_equal(result.live_count, live.sum(axis=1))
+    assert result.bytes_read == bytes_needed(case, skip_zeros=skip_zeros)
+
+
+def bytes_needed(case: Case, *, skip_zeros: bool) -> int:
+    """Every gate row; up and down of the rows that some token needs, or of all."""
+    n, parts, inner, width = case.bundle.shape
+    rows = case.bundle.transpose(0, 2, 1, 3).reshape(n * inner, parts, 1, width)  # each inner row a unit
+    units = (case.units[:, None] * inner + np.arange(inner)).ravel()
+    _, live = replace(case, bundle=rows, units=units).reference()
+    skips = skip_zeros and case.activation != "silu"
+    needed = int(live.any(axis=0).sum()) if skips else live.shape[1]
+    return (live.shape[1] + (parts - 1) * needed) * width * case.bundle.itemsize
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("isa", ISAS)
+@PROPERTY
+@given(case=cases(), skip_zeros=MODES)
+def test_native_pool_equals_the_reference(pool_of, isa, threads, case, skip_zeros):
+    check(pool_of(isa, threads), case, skip_zeros=skip_zeros)
+
+
+@PROPERTY
+@given(case=cases(), skip_zeros=MODES)
+def test_numpy_pool_equals_the_reference(case, skip_zeros):
+    check(NumpyPool(1), case, skip_zeros=skip_zeros)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_all_finite_and_special_weights_are_converted_as_numpy_does(pool_of, isa, dtype):
+    """Subnormals too: with x = 1 in one place, the down rows come out as they are."""
+    if np.dtype(dtype).itemsize == 2:
+        values = np.arange(2**16, dtype=np.uint16).view(dtype)
+        values = np.where(np.isfinite(values.astype(np.float32)), values, values.dtype.type(0))
+    else:
+        values = np.array([0, 1e-45, -1e-40, 1e-38, 1, -3.4e38], np.float32)
+    bundle = np.zeros((1, 2, 1, len(values)), dtype)
+    bundle[0, 0, 0, 0] = 1
+    bundle[0, 1, 0] = values
+    x = np.zeros((1, len(values)), np.float32)
+    x[0, 0] = 1
+    result = pool_of(isa, 1).ffn(x, bundle, np.zeros(1, np.int32), activation="relu")
+    np.testing.assert_array_equal(result.y[0], values.astype(np.float32))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_real_sizes_stay_within_a_few_parts_in_a_million(pool, batch):
+    rng = np.random.default_rng(1)
+    bundle = rng.standard_normal((150, 3, 1, 4096), np.float32).astype(np.float16)
+    x = rng.standard_normal((batch, 4096), np.float32)
+    case = Case(x, bundle, np.arange(150, dtype=np.int32), "relu", 0.0)
+    wanted, _ = case.reference()
+    y = pool.ffn(x, bundle, case.units, activation="relu").y
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("batch", [1, 9])
+@pytest.mark.parametrize("swap", [(0, 1), (0, 2), (1, 2)])
+def test_the_tolerance_notices_swapped_operands(pool, batch, swap):
+    case = make_case(3, batch=batch, shape=(40, 3, 1, 64), count=30)
+    order = [0, 1, 2]
+    order[swap[0]], order[swap[1]] = order[swap[1]], order[swap[0]]
+    swapped = replace(case, bundle=np.ascontiguousarray(case.bundle[:, order]))
+    wanted, _ = case.reference()
+    y = pool.ffn(case.x, swapped.bundle, case.units, **case.kind).y
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=case.tolerance())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("skip_zeros", [True, False])
+def test_equal_calls_give_equal_bits(threads, batch, skip_zeros):
+    """With another pool too, as long as the number of threads is the same."""
+    rng = np.random.default_rng(4)
+    bundle = rng.standard_normal((700, 3, 1, 96), np.float32)
+    x, units = rng.standard_normal((batch, 96), np.float32), np.arange(700, dtype=np.int32)
+    answers = []
+    for _ in range(2):
+        with HostPool(threads) as pool:
+            for _ in range(5):
+                result = pool.ffn(x, bundle, units, activation="relu", skip_zeros=skip_zeros)
+                answers.append(result.y.tobytes())
+    assert len(set(answers)) == 1
+
+
+def test_a_token_does_not_depend_on_its_company(pool):
+    case = make_case(5, batch=9, shape=(80, 3, 1, 50), count=80)
+    together = pool.ffn(case.x, case.bundle, case.units, **case.kind)
+    for row in range(9):
+        alone = pool.ffn(case.x[row : row + 1], case.bundle, case.units, **case.kind)
+        np.testing.assert_allclose(alone.y[0], together.y[row], rtol=0, atol=case.tolerance())
+        assert alone.live_count[0] == together.live_count[row]
+
+
+def test_a_large_batch_is_added_up_by_all_threads():
+    case = make_case(6, batch=200, shape=(20, 3, 1, 300), count=20)
+    with HostPool(3) as pool:
+        check(pool, case, skip_zeros=True)
+
+
+def test_the_answer_may_overwrite_the_input(pool):
+    case = make_case(7, batch=6, shape=(50, 3, 1, 70), count=50)
+    wanted, _ = case.reference()
+    x = case.x.copy()
+    assert pool.ffn(x, case.bundle, case.units, **case.kind, out=x).y is x
+    np.testing.assert_allclose(x, wanted, rtol=0, atol=case.tolerance())
+
+
+def test_a_threshold_of_exactly_the_gate_is_live():
+    x = np.ones((1, 4), np.float32)
+    bundle = np.full((1, 3, 1, 4), 0.5, np.float16)  # gate.x = 2
+    units = np.zeros(1, np.int32)
+    for one in (HostPool(1), NumpyPool(1)):
+        with one as pool:
+            assert pool.ffn(x, bundle, units, activation="fatrelu", threshold=2.0).y[0, 0] == 2.0
+            assert pool.ffn(x, bundle, units, activation="fatrelu", threshold=2.001).y[0, 0] == 0.0
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_a_nan_shows(pool, batch):
+    case = make_case(8, batch=batch, shape=(10, 3, 1, 20), count=10)
+    case.x[0, 3] = np.nan
+    for one in (pool, NumpyPool(1)):
+        y = one.ffn(case.x, case.bundle, case.units, **case.kind).y
+        assert np.isnan(y[0]).all()
+        assert np.isfinite(y[1:]).all()
+
+
+def test_rows_that_begin_anywhere_in_memory(pool):
+    case = make_case(9, batch=3, shape=(30, 3, 1, 33), count=30, dtype=np.float16)
+    raw = np.empty(case.bundle.nbytes + 2, np.uint8)
+    moved = raw[2:].view(np.float16).reshape(case.bundle.shape)
+    moved[...] = case.bundle
+    check(pool, replace(case, bundle=moved), skip_zeros=True)
+
+
+def test_callers_in_several_threads_take_turns(pool):
+    one, other = (make_case(seed, batch=2, shape=(200, 3, 1, 64), count=200) for seed in (10, 11))
+    failures: list[BaseException] = []
+
+    def work(case: Case) -> None:
+        try:
+            for _ in range(50):
+                check(pool, case, skip_zeros=True)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(case,)) for case in (one, other, one)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

@@ -1,0 +1,59 @@
+"""The reference itself, on numbers small enough to check by hand."""
+
+import numpy as np
+import pytest
+
+from hostcompute import ffn_reference, gather_reference
+from hostcompute.reference import activate
+
+X = np.array([[1, 2]], np.float32)
+UNITS = np.array([1, 0], np.int32)
+BUNDLE = np.array(
+    [
+        [[[1, 1]], [[2, 0]], [[1, 10]]],  # gate.x = 3, up.x = 2: adds 6 * down
+        [[[1, -1]], [[5, 5]], [[7, 7]]],  # gate.x = -1
+    ],
+    np.float32,
+)
+
+
+def test_relu_keeps_what_is_positive():
+    y, live = ffn_reference(X, BUNDLE, UNITS, "relu")
+    assert y.tolist() == [[6, 60]]
+    assert live.tolist() == [[False, True]]
+
+
+def test_fatrelu_keeps_values_from_the_threshold_on_unshifted():
+    assert activate(np.array([-1, 2.9, 3, 4]), "fatrelu", 3.0).tolist() == [0, 0, 3, 4]
+
+
+def test_silu_of_a_hand_worked_value():
+    y, live = ffn_reference(X, BUNDLE[:1], UNITS[1:], "silu")
+    np.testing.assert_allclose(y, np.array([[6, 60]]) / (1 + np.exp(-3)))
+    assert live.all()
+
+
+def test_two_parts_have_no_gate():
+    y, _ = ffn_reference(X, np.ascontiguousarray(BUNDLE[:, 1:]), UNITS, "relu")
+    assert y.tolist() == [[2 * 1 + 15 * 7, 2 * 10 + 15 * 7]]
+
+
+def test_a_unit_of_several_rows_is_live_if_one_of_them_is():
+    both = BUNDLE.transpose(2, 1, 0, 3).copy()  # one unit of two rows
+    y, live = ffn_reference(X, both, np.zeros(1, np.int32), "relu")
+    assert y.tolist() == [[6, 60]]
+    assert live.tolist() == [[True]]
+
+
+def test_a_unit_named_twice_counts_twice():
+    y, _ = ffn_reference(X, BUNDLE, np.array([0, 0], np.int32), "relu")
+    assert y.tolist() == [[12, 120]]
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="activation must be relu, fatrelu or silu, got 'gelu'"):
+        ffn_reference(X, BUNDLE, UNITS, "gelu")
+
+
+def test_gather_takes_units_in_order():
+    np.testing.assert_array_equal(gather_reference(BUNDLE, UNITS), BUNDLE[::-1])
