@@ -1,0 +1,87 @@
+"""The host's copy of the FFN weights: one unit-contiguous arena [F, P, W, D] per layer."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.checkpoint import Checkpoint
+from dynajax.checkpoint.reading import numpy_dtype
+from dynajax.config import DTYPE_BYTES, ModelSpec
+from dynajax.errors import FitError
+
+
+def allocate_arena(shape: tuple[int, ...], dtype: str | npt.DTypeLike) -> npt.NDArray:
+    """A page-aligned array of zeros, private to this process, on huge pages where the system grants them.
+
+    Its memory goes back to the system when the last view of it is gone. FitError if there is none.
+    """
+    kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    nbytes = math.prod(shape) * kind.itemsize
+    if nbytes < 1:
+        raise ValueError(f"an arena must hold at least one element, got the shape {shape}")
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise FitError(f"the host has no {nbytes / 2**30:.1f} GiB to spare: use a 16-bit --host-dtype") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Python built against old kernel headers lacks it
+        with contextlib.suppress(OSError):  # a kernel without huge pages; small ones work too
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=kind).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostStore:
+    """The units of every layer. `arenas[layer][unit]` is one unit, [P, W, D], contiguous."""
+
+    arenas: Sequence[npt.NDArray]  # L arrays [F, P, W, D]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.arenas[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arena.nbytes for arena in self.arenas)
+
+    @property
+    def unit_bytes(self) -> int:
+        """What one unit takes: P x W x D elements."""
+        return self.arenas[0][0].nbytes
+
+    def check(self) -> None:
+        """Assert what the gather and the transfer rely on: equal shapes, one type, contiguous and page-aligned."""
+        first = self.arenas[0]
+        for layer, arena in enumerate(self.arenas):
+            assert arena.ndim == 4, (layer, arena.shape)
+            assert arena.shape == first.shape and arena.dtype == first.dtype, (layer, arena.shape, arena.dtype)
+            assert arena.flags.c_contiguous, layer
+            assert arena.ctypes.data % mmap.PAGESIZE == 0, layer
+
+
+def store_bytes(spec: ModelSpec, dtype: str) -> int:
+    """What `load_store` will allocate."""
+    return spec.layers * spec.ffn * spec.ffn_parts * spec.hidden * DTYPE_BYTES[dtype]
+
+
+def load_store(
+    checkpoint: Checkpoint,
+    dtype: str,
+    on_layer: Callable[[int], None] | None = None,  # called with each layer's number when it is loaded
+) -> HostStore:
+    """Read every layer's FFN from the shards straight into its arena, one layer at a time."""
+    spec = checkpoint.spec
+    arenas = []
+    for layer in range(spec.layers):
+        arena = allocate_arena((spec.ffn, spec.ffn_parts, 1, spec.hidden), dtype)
+        checkpoint.fill_bundle(layer, arena)
+        arenas.append(arena)
+        if on_layer is not None:
+            on_layer(layer)
+    return HostStore(arenas)

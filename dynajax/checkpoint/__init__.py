@@ -1,0 +1,9 @@
+"""Model folders in the Hugging Face layout: names, config, shards, statistics. Never runs what it finds there."""
+
+from dynajax.checkpoint.files import Checkpoint
+from dynajax.checkpoint.mapping import expected
+from dynajax.checkpoint.names import resolve_model
+from dynajax.checkpoint.spec import read_spec
+from dynajax.checkpoint.stats import read_stats, write_stats
+
+__all__ = ["Checkpoint", "expected", "read_spec", "read_stats", "resolve_model", "write_stats"]

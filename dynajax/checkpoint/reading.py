@@ -1,0 +1,117 @@
+"""Tensor data from shards into arrays: converted, screened for NaN, infinity and overflow, transposed.
+
+Reads go block by block through one small buffer, so that reading costs no memory beyond the destination.
+Every value is looked at: a maximum per block costs a few per cent of the read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.checkpoint.shards import Stamp, Stored
+from dynajax.checkpoint.wording import plain
+from dynajax.errors import ModelError, NumericalError, StorageError
+
+DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+STORED_DTYPES: dict[str, np.dtype] = {"F32": DTYPES["float32"], "F16": DTYPES["float16"], "BF16": DTYPES["bfloat16"]}
+FLOAT16_MAX = 65504.0
+
+_BLOCK_BYTES = 2**21  # stays in the second- or third-level cache
+_TILE = (64, 256)  # rows x columns of a transposed tile: fastest of those tried, 16 and 32 bit
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """float32, float16 or bfloat16 -> the NumPy type."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def read_into(stored: Stored, out: npt.NDArray) -> None:
+    """Fill `out`, of the stored shape (rows may be strided), rounding to its type."""
+    assert out.shape == stored.shape, (stored.name, out.shape, stored.shape)
+    rows = out if out.ndim == 2 else out.reshape(1, -1)
+    per_block = max(1, _BLOCK_BYTES // (stored.nbytes // rows.shape[0]))
+    for first, block in _blocks(stored, rows.shape, per_block, out.dtype):
+        np.copyto(rows[first : first + len(block)], block, casting="unsafe")
+
+
+def read_transposed_into(stored: Stored, out: npt.NDArray) -> None:
+    """Fill `out` [F, D] (rows may be strided) from a stored [D, F]: its columns become rows."""
+    assert out.shape == stored.shape[::-1], (stored.name, out.shape, stored.shape)
+    tile_rows, tile_columns = _TILE
+    converted = np.empty((tile_rows, stored.shape[1]), out.dtype)
+    for first, block in _blocks(stored, stored.shape, tile_rows, out.dtype):
+        np.copyto(converted[: len(block)], block, casting="unsafe")
+        for column in range(0, stored.shape[1], tile_columns):
+            tile = converted[: len(block), column : column + tile_columns]
+            out[column : column + tile_columns, first : first + len(block)] = tile.T
+
+
+def _blocks(
+    stored: Stored, shape: tuple[int, ...], per_block: int, target: np.dtype
+) -> Iterator[tuple[int, npt.NDArray]]:
+    """(first row, rows in the stored type) until the end; each block is valid until the next is asked for."""
+    rows, columns = shape
+    limit = FLOAT16_MAX if target == np.float16 else float("inf")
+    buffer = np.empty((min(rows, per_block), columns), STORED_DTYPES[stored.dtype])
+    file = _open_unchanged(stored)
+    try:
+        for first in range(0, rows, per_block):
+            block = buffer[: min(per_block, rows - first)]
+            _read_exactly(file, block, stored, first * buffer.strides[0])
+            largest = _largest(block)
+            if not np.isfinite(largest):
+                raise NumericalError(f"{plain(stored.name)} holds NaN or infinity: the checkpoint is damaged")
+            if largest > limit:
+                raise NumericalError(
+                    f"{plain(stored.name)} holds {largest:.6g}, beyond float16's {limit:.0f}: use bfloat16 or float32"
+                )
+            yield first, block
+    finally:
+        os.close(file)
+
+
+def _largest(block: npt.NDArray) -> float:
+    """The largest magnitude; NaN or infinity if the block holds one. 16-bit types compare as integers."""
+    if block.dtype == np.float32:
+        with np.errstate(invalid="ignore"):
+            return float(np.maximum(block.max(), -block.min()))
+    return float((block.view(np.uint16) & 0x7FFF).max().view(block.dtype))
+
+
+def _open_unchanged(stored: Stored) -> int:
+    """A file descriptor of the shard, if it is still the file whose header was read."""
+    try:
+        file = os.open(stored.path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise ModelError(f"{plain(stored.path.name)} was removed while the model was being read") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {plain(stored.path.name)}: {error.strerror}") from error
+    if Stamp.of(os.fstat(file)) != stored.stamp:
+        os.close(file)
+        raise ModelError(f"{plain(stored.path.name)} changed while the model was being read: load it again")
+    return file
+
+
+def _read_exactly(file: int, block: npt.NDArray, stored: Stored, start: int) -> None:
+    """Fill the contiguous `block` from `start` bytes into the tensor."""
+    view = block.view(np.uint8).reshape(-1).data
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(file, [view[done:]], stored.offset + start + done)
+        except OSError as error:
+            raise StorageError(f"cannot read {plain(stored.path.name)}: {error.strerror}") from error
+        if count == 0:
+            raise ModelError(f"{plain(stored.path.name)} became shorter while the model was being read: load it again")
+        done += count

@@ -1,0 +1,86 @@
+"""Activation statistics: how often each neuron was live, measured over some text. One npz file per model.
+
+Members: version (int), fingerprint (text), frequency (float32 [L, F], the share of tokens for which the
+neuron was live), tokens (int, how many were counted).
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.checkpoint.wording import located, plain, quoted
+from dynajax.config import ModelSpec
+from dynajax.errors import MismatchError, StorageError
+
+STATS_NAME = "activations.npz"
+VERSION = 1
+_OVERHEAD_BYTES = 2**16  # headers and the small members
+
+
+def read_stats(path: Path, spec: ModelSpec, fingerprint: str | None) -> npt.NDArray[np.float32]:
+    """The frequencies [L, F]. MismatchError if the file is another model's, another version's or damaged.
+
+    fingerprint None: the weights are not at hand (planning by the config alone), only the shape is compared.
+    """
+    shape = (spec.layers, spec.ffn)
+    where = located(path)
+    if not path.is_file():
+        raise StorageError(f"no statistics file {where}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+        if unpacked > 8 * shape[0] * shape[1] + _OVERHEAD_BYTES:
+            raise MismatchError(f"{where} unpacks to {unpacked} bytes, too many for {shape[0]} x {shape[1]} neurons")
+        with np.load(path, allow_pickle=False) as archive:
+            version, owner, tokens = (archive[key][()] for key in ("version", "fingerprint", "tokens"))
+            frequency = archive["frequency"]
+    except OSError as error:
+        raise StorageError(f"cannot read {where}: {error.strerror or error}") from error
+    except MismatchError:
+        raise
+    except (ValueError, KeyError, EOFError, MemoryError, SyntaxError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise MismatchError(f"{where} is not a statistics file: {plain(str(error))}: collect it again") from error
+    if not np.array_equal(version, VERSION):
+        raise MismatchError(f"{where} has version {quoted(version)}, this program reads {VERSION}: collect it again")
+    if fingerprint is not None and str(owner) != fingerprint:
+        raise MismatchError(
+            f"{where} was made for the model {plain(str(owner)[:12])}, this one is {fingerprint[:12]}: collect it again"
+        )
+    if problem := _problem(frequency, tokens, shape):
+        raise MismatchError(f"{where}: {problem}: collect it again")
+    return frequency
+
+
+def write_stats(path: Path, *, fingerprint: str, frequency: npt.NDArray[np.float32], tokens: int) -> None:
+    """Write the file beside its final name, then rename: readers see the old one or the new one, whole."""
+    frequency = np.ascontiguousarray(frequency, dtype=np.float32)
+    if frequency.ndim != 2 or (problem := _problem(frequency, tokens, frequency.shape)):
+        raise ValueError(problem if frequency.ndim == 2 else f"frequency must be [L, F], got {frequency.shape}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with draft.open("wb") as file:
+                np.savez(file, version=VERSION, fingerprint=fingerprint, frequency=frequency, tokens=tokens)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        needed = frequency.nbytes + _OVERHEAD_BYTES
+        raise StorageError(f"cannot write {located(path)} ({needed} bytes): {error.strerror or error}") from error
+
+
+def _problem(frequency: npt.NDArray, tokens: object, shape: tuple[int, ...]) -> str | None:
+    if not isinstance(tokens, int | np.integer) or isinstance(tokens, bool) or tokens < 1:
+        return f"tokens must be an integer >= 1, got {quoted(tokens)}"
+    if frequency.dtype != np.float32 or frequency.shape != shape:
+        return f"frequency must be float32 {shape}, got {frequency.dtype} {frequency.shape}"
+    if not np.isfinite(frequency).all() or frequency.min() < 0 or frequency.max() > 1:
+        return "frequency must lie between 0 and 1 everywhere"
+    return None

@@ -1,0 +1,220 @@
+"""Tiny models for tests: write one, compute its logits in plain float64, load it as a flax module.
+
+`make_checkpoint` and `reference_logits` share nothing with `dynajax.checkpoint` or `dynajax.ops` but the
+ModelSpec record, so that they can catch mistakes made there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from dynajax.checkpoint import Checkpoint
+from dynajax.config import Activation, ModelSpec
+from dynajax.models.decoder import Decoder
+
+TINY = ModelSpec(
+    layers=2, hidden=32, ffn=48, heads=4, kv_heads=4, head_dim=8, vocab=96, max_positions=512, bos_id=1, eos_ids=(2,)
+)
+TINY_SILU = replace(TINY, activation=Activation(kind="silu"))
+TINY_FATRELU = replace(TINY, activation=Activation(kind="fatrelu", threshold=0.01))
+TINY_GQA = replace(TINY, kv_heads=2)
+TINY_WIDE_HEADS = replace(TINY, head_dim=16)  # heads x head_dim != hidden
+TINY_TIED = replace(TINY, tied=True)
+
+RopeSpelling = Literal["old", "new", "absent"]
+
+
+def make_checkpoint(
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    seed: int = 0,
+    shards: int = 1,
+    rope_spelling: RopeSpelling = "new",
+    dtype: str = "float32",
+    config: dict[str, Any] | None = None,  # keys to set, or with None to drop
+) -> Path:
+    """Write a random model in the Hugging Face layout, without a tokenizer; -> `folder`.
+
+    Half of the gates are positive; with fatrelu they are so small that one in five lies between 0 and the
+    threshold. More than one shard brings an index.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    tensors = {name: value.astype(kind) for name, value in random_tensors(spec, seed).items()}
+    settings = {**hf_config(spec, rope_spelling, dtype), **(config or {})}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    names = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    weight_map = {name: names[i * shards // len(tensors)] for i, name in enumerate(tensors)}
+    for file in names:
+        part = {name: tensors[name] for name, home in weight_map.items() if home == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
+def random_tensors(spec: ModelSpec, seed: int) -> dict[str, npt.NDArray[np.float32]]:
+    """All tensors by their Hugging Face names, scaled so that every part matters to the logits."""
+    rng = np.random.default_rng(seed)
+    threshold = spec.activation.threshold
+    gate_scale = 2 * threshold if spec.activation.kind == "fatrelu" and threshold > 0 else 1.0
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> npt.NDArray[np.float32]:
+        return (rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(scale / columns**0.5)).astype("f4")
+
+    def norm() -> npt.NDArray[np.float32]:
+        return 1 + 0.2 * rng.standard_normal(spec.hidden, dtype=np.float32)
+
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    tensors = {"model.embed_tokens.weight": matrix(spec.vocab, spec.hidden, spec.hidden**0.5)}
+    for i in range(spec.layers):
+        at = f"model.layers.{i}."
+        tensors |= {
+            f"{at}input_layernorm.weight": norm(),
+            f"{at}self_attn.q_proj.weight": matrix(queries, spec.hidden, 2.0),  # peaked: positions matter
+            f"{at}self_attn.k_proj.weight": matrix(keys, spec.hidden, 2.0),
+            f"{at}self_attn.v_proj.weight": matrix(keys, spec.hidden),
+            f"{at}self_attn.o_proj.weight": matrix(spec.hidden, queries),
+            f"{at}post_attention_layernorm.weight": norm(),
+            f"{at}mlp.gate_proj.weight": matrix(spec.ffn, spec.hidden, gate_scale),
+            f"{at}mlp.up_proj.weight": matrix(spec.ffn, spec.hidden, 1.0 / gate_scale),
+            f"{at}mlp.down_proj.weight": matrix(spec.hidden, spec.ffn, 2.0),
+        }
+    tensors["model.norm.weight"] = norm()
+    if not spec.tied:
+        tensors["lm_head.weight"] = matrix(spec.vocab, spec.hidden)
+    return tensors
+
+
+def hf_config(spec: ModelSpec, rope_spelling: RopeSpelling, dtype: str) -> dict[str, Any]:
+    """What config.json says of `spec`; None stands for a key that is left out.
+
+    old: `rope_theta` and `torch_dtype` (transformers 4); new: `rope_parameters` and `dtype` (5).
+    """
+    custom = spec.activation.kind == "fatrelu"
+    rope: dict[str, Any] = {
+        "old": {"rope_theta": spec.rope_theta, "rope_scaling": None},
+        "new": {"rope_parameters": {"rope_theta": spec.rope_theta, "rope_type": "default"}},
+        "absent": {},
+    }[rope_spelling]
+    if rope_spelling == "absent" and spec.rope_theta != 10_000.0:
+        raise ValueError(f"an absent rope_theta means 10000, got {spec.rope_theta}")
+    return {
+        "architectures": ["SparseLlamaForCausalLM" if custom else "LlamaForCausalLM"],
+        "model_type": "sparsellama" if custom else "llama",
+        "hidden_act": spec.activation.kind,
+        "hidden_act_param": spec.activation.threshold if custom else None,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": None if spec.heads * spec.head_dim == spec.hidden else spec.head_dim,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": spec.norm_eps,
+        "tie_word_embeddings": spec.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": spec.bos_id,
+        "eos_token_id": list(spec.eos_ids) if len(spec.eos_ids) > 1 else next(iter(spec.eos_ids), None),
+        "torch_dtype" if rope_spelling == "old" else "dtype": dtype,
+        **rope,
+    }
+
+
+def reference_logits(folder: Path, tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """tokens [T] -> logits [T, V]: the llama forward in float64, written for clarity and read from the files."""
+    cfg = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    weights = _all_tensors(folder)
+    ids = np.asarray(tokens)
+    x = weights["model.embed_tokens.weight"][ids]
+    for i in range(cfg["num_hidden_layers"]):
+        w = {key.removeprefix(f"model.layers.{i}."): value for key, value in weights.items()}
+        x = x + _attend(_rms(x, w["input_layernorm.weight"], cfg), w, cfg)
+        h = _rms(x, w["post_attention_layernorm.weight"], cfg)
+        gate = _act(h @ w["mlp.gate_proj.weight"].T, cfg)
+        x = x + (gate * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+    head = "model.embed_tokens.weight" if cfg.get("tie_word_embeddings") else "lm_head.weight"
+    return _rms(x, weights["model.norm.weight"], cfg) @ weights[head].T
+
+
+def _all_tensors(folder: Path) -> dict[str, npt.NDArray[np.float64]]:
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            tensors |= {name: file.get_tensor(name).astype(np.float64) for name in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+def _rms(x: npt.NDArray, weight: npt.NDArray, cfg: dict) -> npt.NDArray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + cfg["rms_norm_eps"]) * weight
+
+
+def _act(gate: npt.NDArray, cfg: dict) -> npt.NDArray:
+    match cfg["hidden_act"]:
+        case "relu":
+            return np.where(gate > 0, gate, 0)
+        case "fatrelu":
+            return np.where(gate >= cfg["hidden_act_param"], gate, 0)
+        case _:
+            return gate / (1 + np.exp(-gate))
+
+
+def _attend(h: npt.NDArray, w: dict[str, npt.NDArray], cfg: dict) -> npt.NDArray:
+    """One head after the other; positions turn the complex number (first half, second half) of each pair."""
+    heads = cfg["num_attention_heads"]
+    shared = heads // cfg.get("num_key_value_heads", heads)
+    size = cfg.get("head_dim") or cfg["hidden_size"] // heads
+    theta = cfg.get("rope_parameters", cfg).get("rope_theta", 10_000.0)
+    length, half = len(h), size // 2
+    turn = np.exp(1j * np.outer(np.arange(length), theta ** (-2 * np.arange(half) / size)))  # [T, H/2]
+
+    def rotated(x: npt.NDArray) -> npt.NDArray:
+        z = (x[:, :half] + 1j * x[:, half:]) * turn
+        return np.concatenate([z.real, z.imag], axis=1)
+
+    mixed = []
+    for n in range(heads):
+        mine, theirs = slice(n * size, (n + 1) * size), slice(n // shared * size, (n // shared + 1) * size)
+        q = rotated(h @ w["self_attn.q_proj.weight"][mine].T)
+        k = rotated(h @ w["self_attn.k_proj.weight"][theirs].T)
+        scores = np.where(np.tri(length, dtype=bool), q @ k.T / np.sqrt(size), -np.inf)
+        share = np.exp(scores - scores.max(axis=1, keepdims=True))
+        mixed.append(share / share.sum(axis=1, keepdims=True) @ (h @ w["self_attn.v_proj.weight"][theirs].T))
+    return np.concatenate(mixed, axis=1) @ w["self_attn.o_proj.weight"].T
+
+
+def load_decoder(checkpoint: Checkpoint, dtype: str = "float32") -> Decoder:
+    """The whole model as a flax module on the default device, for parity tests and reports."""
+    spec = checkpoint.spec
+    decoder = nnx.eval_shape(lambda: Decoder(spec, nnx.Rngs(0), jax.numpy.dtype(dtype)))
+    decoder.embed.set_value(jax.numpy.asarray(checkpoint.embed(dtype)))
+    decoder.norm.set_value(jax.numpy.asarray(checkpoint.norm(dtype)))
+    head = checkpoint.head(dtype)
+    if decoder.head is not None and head is not None:
+        decoder.head.set_value(jax.numpy.asarray(head))
+    units = np.empty((spec.ffn, spec.ffn_parts, 1, spec.hidden), jax.numpy.dtype(dtype))
+    for layer in range(spec.layers):
+        for name, value in checkpoint.attention(layer, dtype).items():
+            getattr(decoder.attention[layer], name).set_value(jax.numpy.asarray(value))
+        checkpoint.fill_bundle(layer, units)
+        for part, name in enumerate(("gate", "up", "down")):
+            getattr(decoder.ffn[layer], name).set_value(jax.numpy.array(units[:, part, 0, :]))
+    return decoder
