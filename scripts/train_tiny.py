@@ -1,6 +1,6 @@
 """Train the small model that ships with the repository, from the corpus of scripts/build_corpus.py.
 
-    python scripts/train_tiny.py --corpus corpus --run runs/tiny-relullama --minutes 90 --out dynajax/assets/tiny-relullama
+    python scripts/train_tiny.py --minutes 90 --out dynajax/assets/tiny-relullama
 
 Stops by the clock, always annealed; `--resume` goes on from the newest checkpoint of `--run`.
 """
@@ -17,7 +17,8 @@ import typer
 def main(
     corpus: Annotated[Path, typer.Option(help="Folder written by build_corpus.py.")] = Path("corpus"),
     run: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("runs/tiny-relullama"),
-    out: Annotated[Path, typer.Option(help="Model folder to write.")] = Path("runs/tiny-relullama/model"),
+    sample: Annotated[Path, typer.Option(help="Held-out texts for the model card.")] = Path("tests/data/heldout"),
+    out: Annotated[Path, typer.Option(help="Folder of the tokenizer; the model is put there.")] = Path("runs/tiny"),
     minutes: Annotated[float, typer.Option(help="Training time in all, resumed parts included.")] = 90.0,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
@@ -27,7 +28,7 @@ def main(
     logging.getLogger("absl").setLevel(logging.WARNING)
     from dynajax.training.tiny import train_tiny
 
-    train_tiny(corpus, run, out, minutes=minutes, seed=seed, resume=resume)
+    train_tiny(corpus, sample, run, out, minutes=minutes, seed=seed, resume=resume)
 
 
 if __name__ == "__main__":

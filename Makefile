@@ -1,0 +1,53 @@
+# Needs make, Python >= 3.11 and, for the fast host kernels, a C++ compiler. `make help` lists the targets.
+
+PYTHON ?= python3
+DEMO_MODEL ?= tiny-relullama
+# What the demo may use of the device: the rest of the model, plus about 40 % of its FFN.
+DEMO_BUDGET ?= 16.5MiB
+DEMO_PROMPT ?= Call me Ishmael. Some years ago
+
+VENV := .venv
+BIN := $(VENV)/bin
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+STAMP := $(VENV)/.installed-$(or $(VERSION),none)
+SOURCES := pyproject.toml setup.py $(wildcard hostcompute/src/*.cpp hostcompute/src/*.h)
+
+.PHONY: demo test lint build clean help
+.DEFAULT_GOAL := help
+
+demo: build  ## generate text from the shipped model, with a device budget it does not fit
+	$(BIN)/python scripts/generate.py --model $(DEMO_MODEL) --vram-budget $(DEMO_BUDGET) \
+		--prompt "$(DEMO_PROMPT)" --max-new-tokens 64
+
+test: build  ## run the tests (those marked slow: .venv/bin/pytest -m slow)
+	$(BIN)/python -m pytest -q
+
+lint: build  ## ruff, the formatter and the type checker
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/ty check
+
+build: $(STAMP)  ## make .venv with the package, its test tools and the C++ library
+
+# The name of the stamp holds the Python version: another PYTHON makes another .venv.
+$(STAMP): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "error: $(PYTHON) is $(or $(VERSION),not there); dynajax needs Python >= 3.11: make PYTHON=/path/to/python3.11" >&2; \
+		exit 2; }
+	@[ ! -d $(VENV) ] || [ "$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $(VERSION) ] || { \
+		echo "$(VENV) is not Python $(VERSION): making it anew"; rm -rf $(VENV); }
+	@[ -d $(VENV) ] || $(PYTHON) -m venv $(VENV) || { \
+		rm -rf $(VENV); echo "error: $(PYTHON) -m venv failed (on Debian: apt install python3-venv)" >&2; exit 2; }
+	@rm -f hostcompute/_native*.so
+	@echo "installing into $(VENV), this takes minutes the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@ls hostcompute/_native*.so >/dev/null 2>&1 || echo "note: the C++ library was not built (no compiler?):" \
+		"everything works, the host computes in NumPy, slower; '$(BIN)/python setup.py build_ext --inplace' says why"
+	@rm -f $(VENV)/.installed-* && touch $@
+
+clean:  ## remove .venv and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis hostcompute/_native*.so
+	find dynajax hostcompute predictors scripts tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 10

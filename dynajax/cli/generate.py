@@ -1,0 +1,130 @@
+"""`generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dynajax.cli import device_env
+from dynajax.cli.options import EngineFlags, OutputFlags
+from dynajax.cli.output import Answer, figure, note, progress, size, write_json, write_out
+from dynajax.errors import UsageError
+
+if TYPE_CHECKING:
+    from dynajax.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFlags:
+    """Exactly one of the two."""
+
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT|-", help="The prompt; - reads stdin.")] = None
+    prompt_ids: Annotated[
+        str | None, typer.Option(metavar="FILE|random:N|topics:N", help="Token ids instead: .npy or text, or made up.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.prompt_ids is None):
+            raise UsageError("give one of --prompt TEXT, --prompt - (reads stdin) and --prompt-ids FILE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    """How tokens are chosen."""
+
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate at most.")] = 128
+    temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the most likely token.")] = 0.0
+    top_k: Annotated[int, typer.Option(metavar="N", help="Sample from the N most likely tokens; 0: from all.")] = 0
+    top_p: Annotated[float, typer.Option(metavar="X", help="Sample from the smallest set of this probability.")] = 1.0
+    min_p: Annotated[
+        float, typer.Option(metavar="X", help="Drop tokens less likely than X times the most likely one.")
+    ] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(metavar="X", help="Above 1: repeat less.")] = 1.0
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Makes sampling repeatable; drawn if not given.")] = None
+
+    def params(self) -> SamplingParams:
+        """Checked; UsageError names what is out of range."""
+        from dynajax.sampling import SamplingParams
+
+        values: dict[str, Any] = asdict(self) | {"stop": tuple(self.stop or ())}
+        return SamplingParams(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowFlags(OutputFlags):
+    """OutputFlags for a text that can be shown as it comes. With `json` nothing else goes to stdout."""
+
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Show the text in one piece at the end.")] = False
+
+
+def generate(
+    context: typer.Context, prompt: PromptFlags, sampling: SamplingFlags, engine: EngineFlags, show: ShowFlags
+) -> None:
+    """Generate text after a prompt."""
+    params, config = sampling.params(), engine.config()
+    device_env.configure(config.vram_budget)
+    given, ctx_tokens = read_prompt(engine.model, prompt, params, config.ctx)
+    from dynajax import Engine
+
+    settings = asdict(replace(config, ctx=ctx_tokens))
+    with closing(progress()) as report, Engine.from_pretrained(engine.model, progress=report, **settings) as llm:
+        context.obj.ask(llm.stop)
+        with closing(Answer(stream=not show.no_stream and not show.json, silent=show.json)) as answer:
+            for event in llm.stream(given, **asdict(params)):
+                report.close()
+                answer.add(event.text)
+        result = llm.last_result.to_json()
+    if show.json:
+        write_json(result)
+    else:
+        if result["text"] is None:
+            write_out(" ".join(map(str, result["token_ids"])) + "\n")
+        note(summary(result))
+    context.obj.check()
+
+
+def read_prompt(
+    model: str, prompt: PromptFlags, params: SamplingParams, ctx: int | None
+) -> tuple[str | list[int], int]:
+    """The prompt as the engine takes it, and the context: `ctx`, or what prompt and answer need.
+
+    Reads config and tokenizer only, so that a prompt that does not fit costs no loading.
+    """
+    from dynajax.checkpoint import read_spec, resolve_model
+    from dynajax.cli import prompts
+
+    folder = resolve_model(model)
+    spec = read_spec(folder)
+    if prompt.prompt_ids is not None:
+        given = ids = prompts.prompt_ids(prompt.prompt_ids, spec, params.seed or 0).tolist()
+    else:
+        from dynajax.text import load_tokenizer
+
+        tokenizer = load_tokenizer(folder)
+        if tokenizer is None:
+            raise UsageError(f"{model} has no tokenizer: give --prompt-ids instead of --prompt")
+        given = prompts.prompt_text(prompt.prompt or "")
+        ids = tokenizer.encode(given)
+    limit = ctx or spec.max_positions
+    if len(ids) > limit:
+        raise UsageError(f"the prompt has {len(ids)} tokens, more than the context of {limit}")
+    begin = 1  # the engine may put a begin-of-text token in front
+    return given, ctx or prompts.default_ctx(len(ids) + begin, params.max_new_tokens, spec.max_positions)
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The figures of a generation in a few lines, from its JSON object."""
+    timings, memory, finish = result["timings"], result["memory"], result["finish_reason"]
+    hot_share, cold_share = result["units"]["hot_share"], result["ffn"]["cold_share"]
+    lines = (
+        f"{len(result['token_ids'])} tokens ({finish}) after a prompt of {result['prompt_tokens']}; "
+        f"policy {result['policy']}, sparsity {result['sparsity']}, seed {result['seed']}",
+        f"prefill {figure(timings['prefill_tok_s'])} tok/s, decode {figure(timings['decode_tok_s'])} tok/s",
+        f"hot share {figure(hot_share, '.1%')}, cold share of FFN time {figure(cold_share, '.1%')}",
+        f"device memory: peak {size(memory['peak_bytes'])} of a budget of {size(memory['budget_bytes'])}",
+    )
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""The flags, declared once. A group is a frozen dataclass; `flat` turns a command's groups into its flags."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from dynajax.config import DTypeName, EngineConfig, HostMode, PolicyName, Sparsity
+
+DEFAULT_MODEL = "tiny-relullama"
+
+
+def _one_of(*names: str) -> str:
+    return "|".join(names)
+
+
+DTYPES = _one_of("auto", *get_args(DTypeName))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """What every command takes that plans or loads a model."""
+
+    model: Annotated[str, typer.Option(metavar="NAME|FOLDER", help="A model's name or its folder.")] = DEFAULT_MODEL
+    vram_budget: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|8GiB|600MiB|900KiB|0.85", help="Device memory to use: what is free, a size, a share of it."
+        ),
+    ] = "auto"
+    ctx: Annotated[int | None, typer.Option(metavar="N", help="Tokens the KV cache holds per row.")] = None
+    batch: Annotated[int, typer.Option(metavar="N", help="Rows the KV cache holds.")] = 1
+    sparsity: Annotated[
+        str,
+        typer.Option(metavar=_one_of(*get_args(Sparsity)), help="Compute every neuron, or skip those that are zero."),
+    ] = "auto"
+    policy: Annotated[
+        str, typer.Option(metavar=_one_of(*get_args(PolicyName)), help="Which neurons live on the device.")
+    ] = "auto"
+    stats: Annotated[
+        str, typer.Option(metavar="auto|none|FILE", help="Activation statistics that decide the placement.")
+    ] = "auto"
+    dtype: Annotated[str, typer.Option(metavar=DTYPES, help="Type of weights and cache on the device.")] = "auto"
+    host_dtype: Annotated[str, typer.Option(metavar=DTYPES, help="Type of the FFN weights in host memory.")] = "auto"
+    host_mode: Annotated[
+        str, typer.Option(metavar=_one_of(*get_args(HostMode)), help="How the host's share of the FFN is called.")
+    ] = "threads"
+    threads: Annotated[int | None, typer.Option(metavar="N", help="Host threads; physical cores if not given.")] = None
+
+    def config(self) -> EngineConfig:
+        """The engine's settings; UsageError names the first flag that is out of range."""
+        return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(EngineConfig)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFlags:
+    """How a command reports. `debug` is read from the command line by `errors.run`, even if parsing fails."""
+
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
+
+
+def flat(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with the fields of its dataclass parameters as parameters of its own, as typer reads them.
+
+    plan(ctx, engine: EngineFlags, output: OutputFlags) becomes plan(ctx, *, model="...", ..., json=False, debug=False).
+    """
+    hints = get_type_hints(command)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    plain = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name not in groups]
+
+    def run(**values: Any) -> None:
+        built = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        command(**values, **built)
+
+    flags = [flag for group in groups.values() for flag in _flags_of(group)]
+    run.__dict__["__signature__"] = inspect.Signature([*plain, *flags])
+    run.__doc__ = command.__doc__
+    return run
+
+
+def _flags_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(group)
+    ]

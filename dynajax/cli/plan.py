@@ -1,0 +1,26 @@
+"""`plan`: where every byte would go, from the model's config alone."""
+
+from __future__ import annotations
+
+from dynajax.cli import device_env
+from dynajax.cli.options import EngineFlags, OutputFlags
+from dynajax.cli.output import size, table, write_json, write_out
+
+
+def plan(engine: EngineFlags, output: OutputFlags) -> None:
+    """Show what a model would take of the device and of the host. Loads no weights."""
+    config = engine.config()
+    device_env.configure(config.vram_budget)
+    from dynajax.engine import plan_for
+
+    memory = plan_for(engine.model, config)
+    if output.json:
+        write_json(memory.to_json())
+        return
+    rows = [(f"device {name}", size(count)) for name, count in memory.rows()]
+    rows.append(("device, without margin", size(memory.plan_bytes)))
+    rows.append(("budget", size(memory.budget_bytes)))
+    rows.append(("smallest budget", size(memory.smallest_budget_bytes)))
+    rows += [(f"host {name}", size(count)) for name, count in memory.host.items()]
+    rows.append(("units on the device", f"{memory.units_resident} of {memory.units_total}"))
+    write_out(table(rows) + "\n")

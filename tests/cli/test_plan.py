@@ -1,0 +1,82 @@
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UNITS = 3 * 64  # of the fixture `model`
+
+
+def test_the_plan_is_the_committed_schema_and_adds_up(command, model):
+    plan = command("plan", "--model", model, "--ctx", 256, "--vram-budget", "1400KiB", "--json").json("plan")
+    device, units = plan["device"], plan["units"]
+    assert plan["model"] == str(model)
+    assert plan["budget_bytes"] == 1400 * 1024
+    assert plan["plan_bytes"] == sum(device.values()) - device["margin"]
+    assert plan["plan_bytes"] + device["margin"] <= plan["budget_bytes"]
+    assert units["total"] == UNITS
+    assert units["share"] == units["resident"] / units["total"]
+    assert plan["smallest_budget_bytes"] == plan["plan_bytes"] + device["margin"] - device["pool"]
+
+
+def test_the_smallest_budget_works_and_a_byte_less_does_not(command, model):
+    argv = ("--model", model, "--ctx", 256, "--json", "--vram-budget")
+    least = command("plan", *argv, "64MiB").json("plan")["smallest_budget_bytes"]
+    assert command("plan", *argv, f"{least}B").json("plan")["units"]["resident"] == 0
+    ended = command("plan", *argv, f"{least - 1}B")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (4, "", 1)
+    assert f"--vram-budget {least}B" in ended.err
+
+
+def test_the_table_names_every_item(command, model):
+    ended = command("plan", "--model", model, "--ctx", 256)
+    assert (ended.code, ended.err) == (0, "")
+    for name in ("dense", "kv", "pool", "scratch", "margin", "budget", "smallest budget", "host units"):
+        assert name in ended.out
+    assert f"{UNITS} of {UNITS}" in ended.out
+
+
+def test_a_share_of_the_gpu_needs_a_gpu(command, model):
+    ended = command("plan", "--model", model, "--vram-budget", "0.85")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("schema", ["plan", "generate"])
+def test_schemas_refuse_what_they_do_not_know(schema):
+    rules = json.loads((ROOT / "docs" / "schemas" / f"{schema}.json").read_text())
+
+    def objects(node):
+        if isinstance(node, dict):
+            if node.get("type") == "object":
+                yield node
+            for value in node.values():
+                yield from objects(value)
+
+    assert all(node["additionalProperties"] is False for node in objects(rules))
+    assert all(set(node["required"]) == set(node["properties"]) for node in objects(rules))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(rules).validate({})
+
+
+SHIPPED = ROOT / "dynajax" / "assets" / "tiny-relullama" / "config.json"
+
+
+@pytest.mark.skipif(not SHIPPED.exists(), reason="the model is not in this checkout")
+@pytest.mark.parametrize("script", ["generate", "plan"])
+def test_the_command_in_the_docstring_of_a_script_works(script):
+    lines = (ROOT / "scripts" / f"{script}.py").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("    python scripts/"))
+    words = shlex.split(line)
+    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, "error" in done.stderr) == (0, False), done.stderr
+    assert done.stdout
+
+
+def test_the_script_runs_outside_its_checkout(model, tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "plan.py", "--model", model, "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["model"] == str(model)

@@ -1,0 +1,38 @@
+"""What every test relies on: the CPU backend, no silent rank promotion, and no GPU test without a GPU."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+# By environment, so that it is set before jax is imported and holds in child processes too.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+if "jax" in sys.modules:
+    raise pytest.UsageError(
+        "a pytest plugin imported jax before tests/conftest.py could set its platform: use -p no:NAME"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` unless jax has a CUDA device; jax is imported only if such a test was chosen."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _cuda_is_there():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device, or JAX_PLATFORMS does not name it"))
+
+
+def _cuda_is_there() -> bool:
+    import jax
+
+    return jax.default_backend() == "gpu"
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
+    """os.environ without the variables that steer colours, jax or this program; undone after the test."""
+    for name in list(os.environ):
+        if name.startswith(("XLA_PYTHON_CLIENT_", "CUDA_", "JAX_")) or name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+            monkeypatch.delenv(name)
+    return os.environ
