@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from dynajax.config import DTYPE_BYTES, ModelSpec
 from dynajax.errors import FitError
 
 GIB = 2**30
+MARGIN_SHARE, MARGIN_BYTES = 0.03, 64 * 2**20
 
 
 def dense_bytes(spec: ModelSpec, dtype: str) -> int:
@@ -55,6 +57,7 @@ class MemoryPlan:
     pool: int
     scratch: int
     margin: int
+    smallest_budget_bytes: int  # no unit on the device
     host: dict[str, int]
     units_total: int
     units_resident: int
@@ -70,11 +73,6 @@ class MemoryPlan:
     def device(self) -> dict[str, int]:
         names = ("dense", "kv", "predictors", "pool", "staging", "scratch", "margin")
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def smallest_budget_bytes(self) -> int:
-        """The smallest budget that works: no unit on the device."""
-        return self.plan_bytes - self.pool + self.margin
 
     def rows(self) -> list[tuple[str, int]]:
         """Name and bytes of every device item, in the order in which they are granted."""
@@ -95,11 +93,24 @@ class MemoryPlan:
         }
 
 
-def pool_budget(budget_bytes: int, fixed_bytes: int, margin: int) -> int:
+def margin_bytes(budget_bytes: int, *, gpu: bool) -> int:
+    """Kept free of a budget for what nobody can foresee: allocator fragments and library workspaces on a GPU."""
+    return min(int(budget_bytes * MARGIN_SHARE) + MARGIN_BYTES, budget_bytes // 4) if gpu else 0
+
+
+def smallest_budget(fixed_bytes: int, *, gpu: bool) -> int:
+    """The smallest budget that leaves `fixed_bytes` beside its margin."""
+    if not gpu:
+        return fixed_bytes
+    large = math.ceil((fixed_bytes + MARGIN_BYTES) / (1 - MARGIN_SHARE))
+    return min(large, math.ceil(fixed_bytes * 4 / 3))
+
+
+def pool_budget(budget_bytes: int, fixed_bytes: int, *, gpu: bool) -> int:
     """Bytes left for the pool once everything that must be on the device is; FitError names the smallest budget."""
-    left = budget_bytes - fixed_bytes - margin
+    left = budget_bytes - margin_bytes(budget_bytes, gpu=gpu) - fixed_bytes
     if left < 0:
-        needed = fixed_bytes + margin
+        needed = smallest_budget(fixed_bytes, gpu=gpu)
         raise FitError(
             f"the part that must be on the device needs {needed} bytes ({needed / GIB:.3f} GiB), the budget is "
             f"{budget_bytes}: use --vram-budget {needed}B or more, or lower --ctx or --batch"

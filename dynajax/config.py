@@ -89,7 +89,6 @@ class EngineConfig:
     host_dtype: str = "auto"
     host_mode: str = "threads"
     threads: int | None = None
-    deterministic: bool = False
 
     def __post_init__(self) -> None:
         choices = {

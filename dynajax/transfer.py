@@ -20,7 +20,7 @@ RING = 3  # staging slots: one being gathered, one being sent, one being consume
 class Gatherer(Protocol):
     """The host library's row gather."""
 
-    def gather(self, bundle: np.ndarray, units: npt.NDArray[np.int32], out: np.ndarray) -> None: ...
+    def gather(self, bundle: np.ndarray, units: npt.NDArray[np.int32], out: np.ndarray) -> np.ndarray: ...
 
 
 class Transfer:
@@ -59,6 +59,14 @@ class Transfer:
         staging, fence = self._busy.popleft()
         fence.block_until_ready()
         self._free.append(staging)
+
+
+def fill_piece(units: int, host_unit_bytes: int, device_unit_bytes: int, spare_bytes: int) -> int:
+    """How many units the fill moves at a time: at most half the step by which pools grow, and so few that the
+    pieces in flight and one converted piece fit the scratch memory, which nothing else uses at that time.
+    """
+    fitting = spare_bytes // (RING * host_unit_bytes + device_unit_bytes)
+    return max(1, min(-(-units // 16), fitting))
 
 
 def fill_pool(transfer: Transfer, pool: DevicePool, placement: Placement, on_layer=None) -> None:

@@ -95,4 +95,5 @@ class CallbackRunner:
 
     def _weights_and_caches(self, state: DeviceState):
         layers = range(len(self._weights.layers))
-        return self._weights.layers, tuple(state.ks), tuple(state.vs), tuple(self._pool.parts(i) for i in layers)
+        caches = (tuple(state.ks), tuple(state.vs))
+        return self._weights.layers, caches, tuple(self._pool.parts(i) for i in layers)

@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from dynajax.sampling import SamplingParams
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 Prompt = str | Sequence[int]
+Settings = TypeVar("Settings", EngineConfig, SamplingParams)
 
 
 class Engine:
@@ -32,7 +33,7 @@ class Engine:
     def __init__(self, parts: Parts):
         self._parts: Parts | None = parts
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._stopped = False  # plain, so that a signal handler may set it at any time
         self._last: list[Result] = []
 
     @classmethod
@@ -51,14 +52,14 @@ class Engine:
             raise UsageError("nothing was generated yet: call generate or stream first")
         return self._last[0]
 
-    def generate(self, prompt: Prompt | list[str], **settings: Any) -> Result | list[Result]:
-        """Continue a prompt (text or token ids), or several side by side (a list of texts gives a list).
+    def generate(self, prompt: Prompt | list[Prompt], **settings: Any) -> Result | list[Result]:
+        """Continue a prompt (text or token ids), or several side by side (a list of prompts gives a list).
 
         Settings are the fields of SamplingParams. Row r of a batch is seeded with seed + r.
         """
         params = _record(SamplingParams, settings)
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int | np.integer)
-        prompts = list(prompt) if several else [prompt]
+        prompts = cast("list[Prompt]", prompt if several else [prompt])
         seed = _seed(params)
         results: list[Result] = []
         with self._lock:
@@ -78,7 +79,7 @@ class Engine:
 
     def stop(self) -> None:
         """End the running generation after its current token; safe from signal handlers and other threads."""
-        self._stopped.set()
+        self._stopped = True
 
     def stats(self) -> dict[str, Any]:
         """What the engine is and holds: names, memory, pool slots by layer, programs compiled."""
@@ -116,7 +117,7 @@ class Engine:
         """Generate for up to `batch` prompts at once; yields (row, event). Holds the lock's turn throughout."""
         parts = self._open_parts()
         rows = [self._continuation(prompt, params, seed + r) for r, prompt in enumerate(prompts)]
-        self._stopped.clear()
+        self._stopped = False
         phases = Phases(parts)
         try:
             with phases.prefill():
@@ -124,7 +125,7 @@ class Engine:
                     parts.stepper.prefill(index, row.prompt[:-1])
                     parts.progress("prefill", index + 1, len(rows))
             parts.reset_counters()
-            while any(row.finish_reason is None for row in rows) and not self._stopped.is_set():
+            while any(row.finish_reason is None for row in rows) and not self._stopped:
                 with phases.decode():
                     events = self._step(parts, rows)
                 yield from events
@@ -168,12 +169,12 @@ def _silent(stage: str, done: int, total: int) -> None:
     """No progress wanted."""
 
 
-def _record(kind: type, settings: dict[str, Any]):
-    unknown = sorted(settings.keys() - {field.name for field in fields(kind)})
+def _record(kind: type[Settings], settings: dict[str, Any]) -> Settings:
+    known = [field.name for field in fields(kind)]
+    unknown = sorted(settings.keys() - set(known))
     if unknown:
-        known = ", ".join(field.name for field in fields(kind))
-        raise UsageError(f"unknown setting {unknown[0]!r}: known are {known}")
-    if isinstance(settings.get("stop"), str | list):
-        stop = settings["stop"]
+        raise UsageError(f"unknown setting {unknown[0]!r}: known are {', '.join(known)}")
+    stop = settings.get("stop")
+    if isinstance(stop, str | list):
         settings = settings | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}
     return kind(**settings)

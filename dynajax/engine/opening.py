@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
-from dynajax import budget
 from dynajax.bundles import HostStore, load_store
 from dynajax.checkpoint import Checkpoint, resolve_model
 from dynajax.config import EngineConfig
-from dynajax.engine.callback import CallbackRunner, HostBridge
+from dynajax.engine.callback import CallbackRunner
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.planning import Prepared, prepare
 from dynajax.engine.stepper import Stepper
@@ -21,7 +19,6 @@ from dynajax.engine.threads import ThreadsRunner
 from dynajax.engine.weights import load_dense
 from dynajax.errors import UsageError
 from dynajax.memory import PeakMeter
-from dynajax.policy.placement import block_units
 from dynajax.pool import DevicePool
 from dynajax.text import Tokenizer, load_tokenizer
 from dynajax.transfer import Transfer, fill_pool
@@ -86,45 +83,46 @@ class Parts:
 
 
 def open_parts(model: str, config: EngineConfig, progress: Callable[[str, int, int], None]) -> Parts:
-    """Load a model as planned. Nothing is allocated before model, settings and budget are known to be good."""
-    start = time.perf_counter()
+    """Plan, then load. Nothing is allocated before model, settings and budget are known to be good."""
+    checkpoint = Checkpoint.open(resolve_model(model))
+    return load_parts(checkpoint, prepare(model, config, fingerprint=checkpoint.fingerprint()), config, progress)
+
+
+def load_parts(
+    checkpoint: Checkpoint,
+    prepared: Prepared,
+    config: EngineConfig,
+    progress: Callable[[str, int, int], None],
+) -> Parts:
+    """Carry out what was prepared: weights to host and device, the pool filled as placed."""
+    start, compiled_s = time.perf_counter(), prepared.programs.compile_s
+    spec, programs, placement = prepared.spec, prepared.programs, prepared.placement
     device = jax.local_devices()[0]
     meter = PeakMeter(device)
-    checkpoint = Checkpoint.open(resolve_model(model))
-    bridge = HostBridge() if config.host_mode == "callback" else None
-    fingerprint = checkpoint.fingerprint()
-    prepared = prepare(model, config, fingerprint=fingerprint, host_ffn=bridge and bridge.ffn)
-    tokenizer = load_tokenizer(prepared.folder)
-    spec, programs = prepared.spec, prepared.programs
-
-    def on_layer(stage: str) -> Callable[[int], None]:
-        return lambda layer: progress(stage, layer + 1, spec.layers)
-
     weights = load_dense(checkpoint, programs, device, prepared.host_dtype)
-    store = load_store(checkpoint, prepared.host_dtype, on_layer("load"))
-    placement = prepared.placement
+    store = load_store(checkpoint, prepared.host_dtype, lambda layer: progress("load", layer + 1, spec.layers))
     pool = DevicePool(placement.slots, spec.ffn_parts, 1, spec.hidden, programs.shapes.pool_type, spec.ffn)
     host = open_pool(config.threads or default_threads())
     cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")
-    if bridge is None:
+    if prepared.bridge is None:
         runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
     else:
-        bridge.cold = cold
-        runner = CallbackRunner(programs, weights, pool, bridge, meter.sample)
+        prepared.bridge.cold = cold
+        runner = CallbackRunner(programs, weights, pool, prepared.bridge, meter.sample)
     stepper = Stepper(programs, weights, runner, meter.sample)
-    piece = min(block_units(spec.ffn), -(-spec.ffn // 16))
-    fill_pool(Transfer(store, pool, programs, host, piece), pool, placement, on_layer("place"))
+    transfer = Transfer(store, pool, programs, host, prepared.fill_piece)
+    fill_pool(transfer, pool, placement, lambda layer: progress("place", layer + 1, spec.layers))
     meter.sample()
     return Parts(
         config=config,
         prepared=prepared,
-        tokenizer=tokenizer,
+        tokenizer=load_tokenizer(prepared.folder),
         store=store,
         pool=pool,
         cold=cold,
         runner=runner,
         stepper=stepper,
         meter=meter,
-        load_s=time.perf_counter() - start - programs.compile_s,
+        load_s=time.perf_counter() - start - (programs.compile_s - compiled_s),
         progress=progress,
     )

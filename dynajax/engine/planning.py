@@ -13,15 +13,15 @@ from dynajax import budget
 from dynajax.budget import MemoryPlan
 from dynajax.checkpoint import read_spec, read_stats, resolve_model
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
+from dynajax.engine.callback import HostBridge
 from dynajax.errors import FitError, UsageError
 from dynajax.plan import Placement
 from dynajax.policy.placement import block_units, place_static
 from dynajax.programs import Programs, Shapes
-from dynajax.programs.bodies import HostFfn
 from dynajax.programs.shapes import round_ctx
+from dynajax.transfer import fill_piece
 
 DEFAULT_CTX = 4096
-GPU_MARGIN_SHARE, GPU_MARGIN_BYTES = 0.03, 64 * 2**20  # allocator fragments, library workspaces
 STATS_FILE = "activations.npz"
 
 
@@ -38,23 +38,25 @@ class Prepared:
     programs: Programs
     memory: MemoryPlan
     placement: Placement
+    fill_piece: int  # units moved at a time when the pool is filled
+    bridge: HostBridge | None  # callback mode only
 
 
-def prepare(
-    model: str, config: EngineConfig, *, fingerprint: str | None = None, host_ffn: HostFfn | None = None
-) -> Prepared:
+def prepare(model: str, config: EngineConfig, *, fingerprint: str | None = None) -> Prepared:
     """Resolve every `auto`, size the pool and place the units; `fingerprint` guards the statistics if given."""
     folder = resolve_model(model)
     spec = read_spec(folder)
     device = jax.local_devices()[0]
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
     shapes = Shapes(spec=spec, dtype=dtype, ctx=resolve_ctx(config, spec), batch=config.batch)
-    programs = Programs(shapes, host_ffn)
-    fixed = fixed_bytes(shapes, programs, callback=config.host_mode == "callback")
-    unit = budget.unit_bytes(spec, dtype)
-    everything = spec.layers * spec.ffn * unit
-    total, margin = resolve_budget(config, device, sum(fixed.values()) + everything)
-    pool_bytes = budget.pool_budget(total, sum(fixed.values()), margin)
+    bridge = HostBridge() if config.host_mode == "callback" else None
+    programs = Programs(shapes, None if bridge is None else bridge.ffn)
+    temporaries = max(programs.temp_bytes(*key) for key in largest_programs(shapes, callback=bridge is not None))
+    fixed = fixed_bytes(shapes, temporaries)
+    needed, unit = sum(fixed.values()), budget.unit_bytes(spec, dtype)
+    gpu = device.platform != "cpu"
+    total = resolve_budget(config, device, needed + spec.layers * spec.ffn * unit)
+    pool_bytes = budget.pool_budget(total, needed, gpu=gpu)
     policy = "static" if config.policy == "auto" else config.policy
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
     placement = place_static(frequency, unit, pool_bytes if policy == "static" else 0)
@@ -62,7 +64,8 @@ def prepare(
         model=model,
         budget_bytes=total,
         pool=placement.resident * unit,
-        margin=margin,
+        margin=budget.margin_bytes(total, gpu=gpu),
+        smallest_budget_bytes=budget.smallest_budget(needed, gpu=gpu),
         host=budget.host_bytes(spec, host_dtype),
         units_total=spec.layers * spec.ffn,
         units_resident=placement.resident,
@@ -78,6 +81,8 @@ def prepare(
         programs=programs,
         memory=memory,
         placement=placement,
+        fill_piece=fill_piece(spec.ffn, budget.unit_bytes(spec, host_dtype), unit, temporaries),
+        bridge=bridge,
     )
 
 
@@ -86,21 +91,23 @@ def plan_for(model: str, config: EngineConfig) -> MemoryPlan:
     return prepare(model, config).memory
 
 
-def fixed_bytes(shapes: Shapes, programs: Programs, *, callback: bool) -> dict[str, int]:
+def fixed_bytes(shapes: Shapes, temporaries: int) -> dict[str, int]:
     """dense, kv and scratch: what must be on the device whatever the pool holds."""
     spec = shapes.spec
-    dense = budget.dense_bytes(spec, shapes.dtype)
-    kv = budget.kv_bytes(spec, shapes.dtype, shapes.ctx, shapes.batch)
-    temporaries = max(programs.temp_bytes(*key) for key in largest_programs(shapes, callback=callback))
     workspace = budget.workspace_bytes(spec, shapes.ctx, shapes.batch, shapes.chunks[-1])
-    return {"dense": dense, "kv": kv, "scratch": workspace + temporaries}
+    return {
+        "dense": budget.dense_bytes(spec, shapes.dtype),
+        "kv": budget.kv_bytes(spec, shapes.dtype, shapes.ctx, shapes.batch),
+        "scratch": workspace + temporaries,
+    }
 
 
 def largest_programs(shapes: Shapes, *, callback: bool) -> list[tuple]:
     """The programs whose temporaries bound those of all others: longest prefix, largest chunk, fullest pool."""
     spec, chunk, prefix = shapes.spec, shapes.chunks[-1], shapes.prefixes[-1]
     if callback:
-        ends = [(block_units(spec.ffn),) * spec.layers, (spec.ffn,) * spec.layers]
+        almost = max(0, spec.ffn - block_units(spec.ffn))
+        ends = [(almost,) * spec.layers, (spec.ffn,) * spec.layers]
         return [
             ("head",),
             *(("token_rows", prefix, *slots) for slots in ends),
@@ -138,14 +145,14 @@ def resolve_ctx(config: EngineConfig, spec: ModelSpec) -> int:
     return round_ctx(config.ctx if config.ctx is not None else min(spec.max_positions, DEFAULT_CTX))
 
 
-def resolve_budget(config: EngineConfig, device: jax.Device, everything: int) -> tuple[int, int]:
-    """(budget, margin) in bytes. On the CPU backend `auto` holds everything and there is no margin."""
+def resolve_budget(config: EngineConfig, device: jax.Device, everything: int) -> int:
+    """The budget in bytes. `auto` is all that jax may use of a GPU; on the CPU backend it holds everything."""
     wanted = parse_budget(config.vram_budget)
     stats = device.memory_stats()
     if stats is None or "bytes_limit" not in stats:
         if isinstance(wanted, float):
             raise UsageError(f"--vram-budget {config.vram_budget} is a share of GPU memory, and there is no GPU")
-        return (everything if wanted is None else wanted), 0
+        return everything if wanted is None else wanted
     free = int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
     total = free if wanted is None else int(free * wanted) if isinstance(wanted, float) else wanted
     if total > free:
@@ -153,7 +160,7 @@ def resolve_budget(config: EngineConfig, device: jax.Device, everything: int) ->
             f"--vram-budget {config.vram_budget} is {total} bytes, but jax may use {free} of this GPU: "
             "lower it, or raise XLA_PYTHON_CLIENT_MEM_FRACTION before jax is imported"
         )
-    return total, min(int(total * GPU_MARGIN_SHARE) + GPU_MARGIN_BYTES, total // 4)
+    return total
 
 
 def resolve_sparsity(config: EngineConfig, spec: ModelSpec) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from dynajax.engine.continuation import Continuation
@@ -19,17 +19,17 @@ class Phases:
         self.prefill_s = self.decode_s = 0.0
 
     @contextmanager
-    def prefill(self) -> Iterator[None]:
+    def prefill(self) -> Generator[None]:
         with self._clock("prefill_s"):
             yield
 
     @contextmanager
-    def decode(self) -> Iterator[None]:
+    def decode(self) -> Generator[None]:
         with self._clock("decode_s"):
             yield
 
     @contextmanager
-    def _clock(self, name: str) -> Iterator[None]:
+    def _clock(self, name: str) -> Generator[None]:
         programs = self._parts.prepared.programs
         start, compiled = time.perf_counter(), programs.compile_s
         try:

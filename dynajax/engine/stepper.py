@@ -25,7 +25,7 @@ class Runner(Protocol):
 
     def rows(
         self, state: DeviceState, x: jax.Array | Rows, positions: npt.NDArray[np.int32], active: npt.NDArray[np.bool_]
-    ) -> tuple[jax.Array, jax.Array | Rows]:
+    ) -> tuple[jax.Array | Rows, jax.Array | Rows]:
         """One token in each row -> x [B, D] and the last layer's cold part, still to be added."""
 
 

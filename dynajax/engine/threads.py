@@ -1,7 +1,7 @@
 """Threads mode: two programs a layer, and between them the host computes what is not in the pool.
 
-    device   attend(i) | hot(i)        | attend(i+1) ...
-    host               | cold(i) ------^ y_cold
+device   attend(i) | hot(i)        | attend(i+1) ...
+host               | cold(i) ------^ y_cold
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ThreadsRunner:
 
     def rows(
         self, state: DeviceState, x: jax.Array | Rows, positions: npt.NDArray[np.int32], active: npt.NDArray[np.bool_]
-    ) -> tuple[jax.Array, Rows]:
+    ) -> tuple[jax.Array | Rows, Rows]:
         """One token in each row through all layers; see `Runner`."""
         prefix = bucket_of(int(positions.max()) + 1, self._programs.shapes.prefixes)
         attend = self._programs.get("attend_rows", prefix)

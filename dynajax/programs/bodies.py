@@ -6,7 +6,7 @@ workspace `xs` [S, D] at their own positions. The residual stream is float32 thr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from dynajax.ops.linear import contract, rms_norm
 
 Parts = tuple[jax.Array, ...]
 HostFfn = Callable[[jax.Array, jax.Array], jax.Array]  # layer int32, h [T,D] -> y_cold [T,D]
+Hosts = Sequence[HostFfn | None]  # one a layer
 
 
 def _write_kv(cache: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array) -> jax.Array:
@@ -87,30 +88,32 @@ def head(norm, table, x, y_cold, *, eps: float):
     return contract("BD,VD->BV", rms_norm(x + y_cold, norm, eps), table)
 
 
-def token_rows(blocks, ks, vs, pools, x, tally, positions, active, host_ffn: HostFfn | None, cold, *, prefix, activation):
-    """Callback mode: a whole decode step in one program. -> x, y_cold of the last layer [B,D], tally, ks, vs.
+def token_rows(blocks, caches, pools, hosts: Hosts, x, tally, positions, active, *, prefix, activation):
+    """Callback mode: a whole decode step in one program -> x, y_cold of the last layer [B,D], tally, ks, vs.
 
-    cold[i] says whether layer i has units on the host; pools[i] is () where none is on the device.
+    hosts[i] computes the units of layer i that are not on the device, None where all are; pools[i] is () where
+    none is.
     """
+    ks, vs = map(list, caches)
     y_cold = jnp.zeros_like(x)
-    ks, vs = list(ks), list(vs)
-    for i, block in enumerate(blocks):
+    for i, (block, host) in enumerate(zip(blocks, hosts, strict=True)):
         x, h, ks[i], vs[i] = attend_rows(block, ks[i], vs[i], x, y_cold, positions, prefix=prefix)
-        y_cold = host_ffn(jnp.int32(i), h) if cold[i] else jnp.zeros_like(x)
+        y_cold = jnp.zeros_like(x) if host is None else host(jnp.int32(i), h)
         if pools[i]:
             x, tally = hot_rows(x, h, pools[i], tally, i, active, activation=activation)
     return x, y_cold, tally, ks, vs
 
 
-def token_chunk(blocks, ks, vs, pools, xs, row, start, host_ffn: HostFfn | None, cold, *, size, prefix, activation):
-    """Callback mode: a prefill chunk through every layer in one program. -> xs, ks, vs (the last layer's
-    cold part is not needed: only keys and values of a prompt outlive its prefill)."""
+def token_chunk(blocks, caches, pools, hosts: Hosts, xs, row, start, *, size, prefix, activation):
+    """Callback mode: a prefill chunk through every layer in one program -> xs, ks, vs. Of a prompt only keys and
+    values outlive its prefill, so the last layer ends with them."""
+    ks, vs = map(list, caches)
     y_cold = jnp.zeros((size, xs.shape[1]), jnp.float32)
-    ks, vs = list(ks), list(vs)
-    for i, block in enumerate(blocks):
+    for i, (block, host) in enumerate(zip(blocks, hosts, strict=True)):
         xs, h, ks[i], vs[i] = attend_chunk(block, ks[i], vs[i], xs, y_cold, row, start, prefix=prefix)
-        last = i == len(blocks) - 1
-        y_cold = host_ffn(jnp.int32(i), h) if cold[i] and not last else jnp.zeros_like(y_cold)
+        if i == len(blocks) - 1:
+            break
+        y_cold = jnp.zeros_like(y_cold) if host is None else host(jnp.int32(i), h)
         if pools[i]:
             xs = hot_chunk(xs, h, pools[i], start, activation=activation)
     return xs, ks, vs

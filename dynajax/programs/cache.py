@@ -67,11 +67,13 @@ class Programs:
         """The largest temporary of any program compiled so far."""
         return max((self.temp_bytes(*key) for key in self._compiled), default=0)
 
-    def temp_bytes(self, kind: str, *sizes: int) -> int:
+    def temp_bytes(self, kind: str, *sizes: int | str) -> int:
         """Bytes of temporaries of one program, compiled if need be."""
-        return self.get(kind, *sizes).memory_analysis().temp_size_in_bytes
+        analysis = self.get(kind, *sizes).memory_analysis()
+        assert analysis is not None, f"this backend does not tell the size of temporaries ({kind})"
+        return analysis.temp_size_in_bytes
 
-    def get(self, kind: str, *sizes: int) -> jax.stages.Compiled:
+    def get(self, kind: str, *sizes: int | str) -> jax.stages.Compiled:
         """The compiled program of this kind and these sizes."""
         key = (kind, *sizes)
         if key not in self._compiled:
@@ -129,36 +131,30 @@ class Programs:
         return jax.jit(write_slots, donate_argnums=0).lower(self._parts(slots), rows, _shape((count,), "int32"))
 
     def token_rows(self, prefix: int, *slots: int) -> jax.stages.Lowered:
-        spec = self.shapes.spec
-        cold = [count < spec.ffn for count in slots]
-
-        def run(leaves, ks, vs, pools, x, tally, positions, active):
-            blocks = [self._merge(leaf) for leaf in leaves]
-            return bodies.token_rows(
-                blocks, ks, vs, pools, x, tally, positions, active, self._host_ffn, cold,
-                prefix=prefix, activation=spec.activation,
-            )  # fmt: skip
+        def run(leaves, caches, pools, x, tally, positions, active):
+            body = partial(bodies.token_rows, prefix=prefix, activation=self.shapes.spec.activation)
+            blocks, hosts = [self._merge(leaf) for leaf in leaves], self._hosts(slots)
+            return body(blocks, caches, pools, hosts, x, tally, positions, active)
 
         args = (*self._stacks(slots), self._rows, self._tally, self._ids, self._active)
-        return jax.jit(run, donate_argnums=(1, 2, 5)).lower(*args)
+        return jax.jit(run, donate_argnums=(1, 4)).lower(*args)
 
     def token_chunk(self, size: int, prefix: int, *slots: int) -> jax.stages.Lowered:
-        spec = self.shapes.spec
-        cold = [count < spec.ffn for count in slots]
+        def run(leaves, caches, pools, xs, row, start):
+            body = partial(bodies.token_chunk, size=size, prefix=prefix, activation=self.shapes.spec.activation)
+            return body([self._merge(leaf) for leaf in leaves], caches, pools, self._hosts(slots), xs, row, start)
 
-        def run(leaves, ks, vs, pools, xs, row, start):
-            blocks = [self._merge(leaf) for leaf in leaves]
-            return bodies.token_chunk(
-                blocks, ks, vs, pools, xs, row, start, self._host_ffn, cold,
-                size=size, prefix=prefix, activation=spec.activation,
-            )  # fmt: skip
+        return jax.jit(run, donate_argnums=(1, 3)).lower(*self._stacks(slots), self._xs, _INT, _INT)
 
-        return jax.jit(run, donate_argnums=(1, 2, 4)).lower(*self._stacks(slots), self._xs, _INT, _INT)
+    def _hosts(self, slots: Sequence[int]) -> bodies.Hosts:
+        """The host's function for every layer that has units left for it."""
+        assert self._host_ffn is not None, "callback mode needs a host function"
+        return [self._host_ffn if count < self.shapes.spec.ffn else None for count in slots]
 
     def _stacks(self, slots: Sequence[int]):
         layers = self.shapes.spec.layers
         kv = (self._kv,) * layers
-        return (self._leaves,) * layers, kv, kv, tuple(self._parts(count) for count in slots)
+        return (self._leaves,) * layers, (kv, kv), tuple(self._parts(count) for count in slots)
 
     def _parts(self, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         part = _shape((slots, self.shapes.spec.hidden), self.shapes.pool_type)

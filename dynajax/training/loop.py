@@ -23,6 +23,23 @@ log = logging.getLogger("dynajax.training")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """How the neurons are shaped until this share of the time is gone; weights are relative to the cross-entropy."""
+
+    until: float
+    wake: float  # of `wake_loss`
+    window: int  # tokens in which a neuron is asked to fire at least once
+    l1: float  # of the mean activation, which makes neurons rare
+
+
+PHASES = (
+    Phase(until=0.25, wake=0.1, window=64, l1=0.0),  # keep all in use while they have no purpose yet
+    Phase(until=0.5, wake=0.01, window=64, l1=0.0),
+    Phase(until=1.0, wake=0.01, window=256, l1=0.1),  # let each fire where it matters, and nowhere else
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """What decides the weights besides corpus and clock."""
 
@@ -34,8 +51,6 @@ class TrainConfig:
     weight_decay: float = 0.05
     warmup_steps: int = 60
     source_power: float = 0.6  # a source is drawn in proportion to its size to this power
-    wake: float = 0.1  # weight of the term that keeps every neuron in use
-    wake_window: int = 64  # tokens in which a neuron is asked to fire at least once
     checkpoint_minutes: float = 5.0
 
 
@@ -89,14 +104,16 @@ def learning_rate(cfg: TrainConfig, step: int, progress: float) -> float:
     return cfg.peak_rate * min(1.0, (step + 1) / cfg.warmup_steps) * max(0.0, 1.0 - progress)
 
 
-def make_step(graphdef, tx: optax.GradientTransformation, cfg: TrainConfig) -> Callable:
+def make_step(graphdef, tx: optax.GradientTransformation, phase: Phase) -> Callable:
     """The jitted update: (params, opt_state, tokens [B,T+1], rate) -> params, opt_state, cross-entropy."""
 
     def loss_of(params, tokens):
         logits, gates = nnx.merge(graphdef, params)(tokens[:, :-1])
         entropy = optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-        awake = sum(wake_loss(gate, cfg.wake_window) for gate in gates)
-        return entropy + cfg.wake * awake, entropy
+        shape = sum(phase.wake * wake_loss(gate, phase.window) for gate in gates)
+        if phase.l1:
+            shape += sum(phase.l1 * jnp.mean(jax.nn.relu(gate)) for gate in gates)
+        return entropy + shape, entropy
 
     def step(params, opt_state, tokens, rate):
         (_, entropy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, tokens)
@@ -165,12 +182,17 @@ def train(
     if restored is not None:
         step, params, opt_state, before_s = restored
         log.info("resumed at step %d after %.1f minutes", step, before_s / 60)
-    update, batches = make_step(graphdef, tx, cfg), Batches(streams, cfg)
+    batches, phase = Batches(streams, cfg), _phase_at(before_s / (cfg.minutes * 60))
+    update = make_step(graphdef, tx, phase)
     total_s, start_s = cfg.minutes * 60, time.monotonic()
     saved_s, average = before_s, float("nan")
     while (elapsed_s := before_s + time.monotonic() - start_s) < total_s:
-        rate = learning_rate(cfg, step, elapsed_s / total_s)
-        params, opt_state, entropy = update(params, opt_state, batches(step), np.float32(rate))
+        progress = elapsed_s / total_s
+        if progress >= phase.until:
+            phase = _phase_at(progress)
+            update = make_step(graphdef, tx, phase)
+        rate = np.float32(learning_rate(cfg, step, progress))
+        params, opt_state, entropy = update(params, opt_state, batches(step), rate)
         step += 1
         value = float(entropy)
         if not np.isfinite(value):
@@ -189,3 +211,7 @@ def train(
     return TrainResult(
         model=nnx.merge(graphdef, params), steps=step, tokens=step * cfg.batch * cfg.context, elapsed_s=elapsed_s
     )
+
+
+def _phase_at(progress: float) -> Phase:
+    return next((phase for phase in PHASES if progress < phase.until), PHASES[-1])

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import platform
+import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+from tokenizers import Tokenizer
+
+from dynajax.checkpoint import Checkpoint, write_stats
 from dynajax.config import Activation, ModelSpec
-from dynajax.training.export import write_model
-from dynajax.training.loop import TrainConfig, train
-from dynajax.training.report import measure
-from dynajax.training.tokenizer import encode_corpus
+from dynajax.models.decoder import Decoder
+from dynajax.training.export import swap_in, write_card, write_weights
+from dynajax.training.loop import TrainConfig, TrainResult, train
+from dynajax.training.report import frequencies, measure
+from dynajax.training.tokenizer import encode_corpus, encode_text
 
 TINY_RELULLAMA = ModelSpec(
     layers=8,
@@ -25,11 +37,61 @@ TINY_RELULLAMA = ModelSpec(
     bos_id=0,
     eos_ids=(0,),
 )
+STATS_TOKENS = 200_000
 
 
-def train_tiny(corpus: Path, run: Path, out: Path, *, minutes: float, seed: int, resume: bool) -> None:
-    """Train, measure on the held-out texts, and write the model folder `out` whole or not at all."""
+def train_tiny(corpus: Path, sample: Path, run: Path, out: Path, *, minutes: float, seed: int, resume: bool) -> None:
+    """Train, then measure what was written (bfloat16, not the float32 of the run) on the held-out sample.
+
+    `out` must hold the tokenizer; it is replaced by the finished folder or left as it was.
+    """
     tokens = encode_corpus(corpus, out / "tokenizer.json")
     cfg = TrainConfig(minutes=minutes, seed=seed)
     result = train(TINY_RELULLAMA, tokens["train"], cfg, run, resume=resume)
-    write_model(out, TINY_RELULLAMA, result, measure(result.model, tokens["heldout"]), cfg)
+    draft = out.with_name(out.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    write_weights(draft, result.model, out)
+    checkpoint, model = Checkpoint.open(draft), as_written(result.model)
+    frequency, counted = frequencies(model, stats_sample(tokens["train"], STATS_TOKENS))
+    write_stats(draft / "activations.npz", fingerprint=checkpoint.fingerprint(), frequency=frequency, tokens=counted)
+    manifest = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))
+    facts = _facts(result, cfg, checkpoint.parameters) | {"stats_tokens": counted, "corpus": manifest}
+    write_card(draft, facts, measure(model, heldout_sample(sample, draft / "tokenizer.json")))
+    swap_in(draft, out)
+
+
+def as_written(model: Decoder) -> Decoder:
+    """The model with its weights rounded to bfloat16 and back, which is what its folder holds."""
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), state))
+
+
+def heldout_sample(folder: Path, tokenizer_file: Path) -> dict[str, npt.NDArray[np.uint16]]:
+    """The committed held-out texts as token ids, by source."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    paths = sorted(folder.glob("*.txt"))
+    return {path.stem: encode_text(path.read_text(encoding="utf-8"), tokenizer) for path in paths}
+
+
+def stats_sample(streams: dict[str, npt.NDArray[np.uint16]], tokens: int) -> npt.NDArray[np.uint16]:
+    """The first tokens of every source, in proportion to its length."""
+    total = sum(len(stream) for stream in streams.values())
+    return np.concatenate([s[: len(s) * tokens // total] for _, s in sorted(streams.items())])
+
+
+def _facts(result: TrainResult, cfg: TrainConfig, parameters: int) -> dict[str, object]:
+    return {
+        "parameters": parameters,
+        "minutes": round(result.elapsed_s / 60, 1),
+        "seed": cfg.seed,
+        "steps": result.steps,
+        "tokens": result.tokens,
+        "machine": f"2 shared cores of an {_cpu_name()}, Python {platform.python_version()}",
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()

