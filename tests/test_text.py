@@ -179,10 +179,11 @@ def test_stop_strings(stops, pieces, expected):
 
 
 def test_the_filter_starts_afresh_after_a_stop():
-    stop_filter = StopFilter(["b"])
-    assert stop_filter.push("aab") == ("aa", True)
+    stop_filter = StopFilter(["ab"])
+    assert stop_filter.push("aa") == ("a", False)
+    assert stop_filter.push("b") == ("", True)
     assert stop_filter.flush() == ""
-    assert stop_filter.push("a") == ("a", False)
+    assert stop_filter.push("b") == ("b", False)
 
 
 def test_a_folder_without_tokenizer(tmp_path):

@@ -69,13 +69,22 @@ def test_fill_gives_the_arenas_rows(host_type, device_type):
 def test_every_placement_can_be_filled(units):
     """The piece is never larger than a pool that a placement makes."""
     frequency = np.random.default_rng(1).random((3, units), dtype=np.float32)
-    store, piece = store_of(3, units=units), fill_piece(units)
+    store, piece = store_of(3, units=units), fill_piece(units, 1, 1, 10**9)
     assert 1 <= piece <= block_units(units)
     for share in (0.3, 1.0):
         placement = place_static(frequency, 1, int(share * 3 * units))
         pool, programs = pool_for(placement.slots, units=units)
         fill_pool(Transfer(store, pool, programs, NumpyPool(1), piece), pool, placement)
         assert_filled(pool, store, placement.buckets)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 639, 640, 1000, 10**4, 10**9])
+def test_pieces_in_flight_fit_the_scratch_memory(spare):
+    """A unit is 100 bytes on the host and 340 on the device; three staging slots, one converted piece."""
+    piece = fill_piece(768, 100, 340, spare)
+    assert 1 <= piece <= 48
+    assert piece * (RING * 100 + 340) <= spare or piece == 1
+    assert piece == 48 or (piece + 1) * (RING * 100 + 340) > spare  # no smaller than it must be
 
 
 def test_a_unit_moves_to_another_slot():

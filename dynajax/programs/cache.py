@@ -79,9 +79,12 @@ class Programs:
         if key not in self._compiled:
             assert self.count < MAX_PROGRAMS, f"more than {MAX_PROGRAMS} programs: {self.kinds}"
             start = time.perf_counter()
-            self._compiled[key] = getattr(self, kind)(*sizes).compile()
+            self._compiled[key] = self._compile(kind, *sizes)
             self.compile_s += time.perf_counter() - start
         return self._compiled[key]
+
+    def _compile(self, kind: str, *sizes: int | str) -> jax.stages.Compiled:
+        return getattr(self, kind)(*sizes).compile()
 
     # One method per kind: sizes -> the lowered program. Arguments in the order of the shapes given to lower().
 

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from dynajax.config import ModelSpec
+from dynajax.errors import NumericalError
 from dynajax.models.decoder import Decoder
 
 log = logging.getLogger("dynajax.training")
@@ -29,13 +30,17 @@ class Phase:
     until: float
     wake: float  # of `wake_loss`
     window: int  # tokens in which a neuron is asked to fire at least once
-    l1: float  # of the mean activation, which makes neurons rare
+    l1: float = 0.0  # of the mean activation, which makes every neuron rare
+    skew: float = 0.0  # of `skew_loss`, which makes the rare ones rarer
+    lift: float = 0.0  # of the term in `skew_loss` that makes the frequent ones more frequent
 
 
 PHASES = (
-    Phase(until=0.25, wake=0.1, window=64, l1=0.0),  # keep all in use while they have no purpose yet
-    Phase(until=0.5, wake=0.01, window=64, l1=0.0),
-    Phase(until=1.0, wake=0.01, window=256, l1=0.1),  # let each fire where it matters, and nowhere else
+    Phase(until=0.25, wake=0.1, window=64),  # keep all in use while they have no purpose yet
+    Phase(until=0.5, wake=0.01, window=64),
+    Phase(until=0.556, wake=0.01, window=256, l1=0.1),  # let each fire where it matters
+    Phase(until=0.612, wake=0.01, window=256, skew=0.03),  # and some of them seldom,
+    Phase(until=1.0, wake=0.01, window=256, skew=0.1, lift=0.5),  # others often
 )
 
 
@@ -81,9 +86,22 @@ def wake_loss(gate: jax.Array, window: int) -> jax.Array:
     up. ReLU neurons that fire for no token get no other gradient and would stay dead for ever.
     """
     batch, length, width = gate.shape
+    window = min(window, length)
     windows = gate.reshape(batch, length // window, window, width)
     where = jnp.argmax(jax.lax.stop_gradient(windows), axis=2)[:, :, None, :]  # its gradient is cheaper than max's
     return jnp.mean(jax.nn.relu(-jnp.take_along_axis(windows, where, axis=2)))
+
+
+def skew_loss(gate: jax.Array, lift: float) -> jax.Array:
+    """Makes rare neurons rarer and, with lift > 0, frequent ones more frequent. gate [B, T, F].
+
+    Mean over neurons of R log(1 + r / 0.3 R) - lift r, where r is a neuron's mean activation and R, held constant,
+    the layer's. Its slope is 1 / (0.3 + r / R) - lift: 3.3 - lift for a neuron that hardly fires, 0.3 - lift for one
+    of three times the mean.
+    """
+    rate = jnp.mean(jax.nn.relu(gate), axis=(0, 1))  # [F]
+    mean = jax.lax.stop_gradient(jnp.mean(rate)) + 1e-8
+    return jnp.mean(mean * jnp.log1p(rate / (0.3 * mean)) - lift * rate)
 
 
 def make_optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
@@ -113,6 +131,8 @@ def make_step(graphdef, tx: optax.GradientTransformation, phase: Phase) -> Calla
         shape = sum(phase.wake * wake_loss(gate, phase.window) for gate in gates)
         if phase.l1:
             shape += sum(phase.l1 * jnp.mean(jax.nn.relu(gate)) for gate in gates)
+        if phase.skew:
+            shape += sum(phase.skew * skew_loss(gate, phase.lift) for gate in gates)
         return entropy + shape, entropy
 
     def step(params, opt_state, tokens, rate):
@@ -196,7 +216,7 @@ def train(
         step += 1
         value = float(entropy)
         if not np.isfinite(value):
-            raise FloatingPointError(f"loss is {value} at step {step}; the last good checkpoint is kept")
+            raise NumericalError(f"loss is {value} at step {step}: lower the rate; the last good checkpoint is kept")
         average = value if average != average else 0.98 * average + 0.02 * value
         if step % 100 == 0:
             rate_tok_s = step * cfg.batch * cfg.context / elapsed_s

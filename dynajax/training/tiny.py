@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from tokenizers import Tokenizer
 
 from dynajax.checkpoint import Checkpoint, write_stats
 from dynajax.config import Activation, ModelSpec
+from dynajax.errors import StorageError
 from dynajax.models.decoder import Decoder
 from dynajax.training.export import swap_in, write_card, write_weights
 from dynajax.training.loop import TrainConfig, TrainResult, train
-from dynajax.training.report import frequencies, measure
+from dynajax.training.report import Measurements, frequencies, measure
 from dynajax.training.tokenizer import encode_corpus, encode_text
 
 TINY_RELULLAMA = ModelSpec(
@@ -40,11 +42,20 @@ TINY_RELULLAMA = ModelSpec(
 STATS_TOKENS = 200_000
 
 
-def train_tiny(corpus: Path, sample: Path, run: Path, out: Path, *, minutes: float, seed: int, resume: bool) -> None:
-    """Train, then measure what was written (bfloat16, not the float32 of the run) on the held-out sample.
+class Folders(NamedTuple):
+    """Where a run reads and writes."""
 
-    `out` must hold the tokenizer; it is replaced by the finished folder or left as it was.
-    """
+    corpus: Path
+    sample: Path  # held-out texts
+    run: Path  # checkpoints
+    out: Path  # holds the tokenizer; replaced by the finished model folder, or left as it was
+
+
+def train_tiny(folders: Folders, *, minutes: float, seed: int, resume: bool) -> Measurements:
+    """Train, then measure what was written (bfloat16, not the float32 of the run) on the held-out sample."""
+    corpus, sample, run, out = folders
+    if not (out / "tokenizer.json").exists():
+        raise StorageError(f"no tokenizer.json in {out}: run scripts/build_corpus.py --tokenizer {out} first")
     tokens = encode_corpus(corpus, out / "tokenizer.json")
     cfg = TrainConfig(minutes=minutes, seed=seed)
     result = train(TINY_RELULLAMA, tokens["train"], cfg, run, resume=resume)
@@ -56,8 +67,10 @@ def train_tiny(corpus: Path, sample: Path, run: Path, out: Path, *, minutes: flo
     write_stats(draft / "activations.npz", fingerprint=checkpoint.fingerprint(), frequency=frequency, tokens=counted)
     manifest = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))
     facts = _facts(result, cfg, checkpoint.parameters) | {"stats_tokens": counted, "corpus": manifest}
-    write_card(draft, facts, measure(model, heldout_sample(sample, draft / "tokenizer.json")))
+    measured = measure(model, heldout_sample(sample, draft / "tokenizer.json"))
+    write_card(draft, facts, measured)
     swap_in(draft, out)
+    return measured
 
 
 def as_written(model: Decoder) -> Decoder:
