@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
 
 from dynajax.errors import UsageError
 
@@ -14,6 +15,15 @@ PolicyName = Literal["auto", "static", "none"]
 DTypeName = Literal["float32", "float16", "bfloat16"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def check_number(name: str, value: Any, low: float, high: float, *, whole: bool = False) -> None:
+    """UsageError that names the setting unless value is a number (no bool) in [low, high], an integer if `whole`."""
+    kind = Integral if whole else Real
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        what = "an integer" if whole else "a number"
+        bounds = f">= {low:g}" if high >= 2**31 else f"between {low:g} and {high:g}"
+        raise UsageError(f"{name} must be {what} {bounds}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +113,8 @@ class EngineConfig:
                 flag = name.replace("_", "-")
                 raise UsageError(f"--{flag} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name, value in (("ctx", self.ctx), ("batch", self.batch), ("threads", self.threads)):
-            if value is not None and value < 1:
-                raise UsageError(f"--{name} must be >= 1, got {value}")
+            if value is not None:
+                check_number(f"--{name}", value, 1, 2**31, whole=True)
 
 
 _SUFFIXES = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -118,7 +128,7 @@ def parse_budget(text: str | int | float) -> int | float | None:
     tell 8 bytes from 8 GiB.
     """
     if not isinstance(text, str):
-        if (isinstance(text, float) and not 0 < text <= 1) or text <= 0:
+        if isinstance(text, bool) or (isinstance(text, float) and not 0 < text <= 1) or text <= 0:
             raise UsageError(f"vram_budget must be > 0 bytes or a share in (0, 1], got {text!r}")
         return text
     word = text.strip()
@@ -132,7 +142,7 @@ def parse_budget(text: str | int | float) -> int | float | None:
         value = -1.0
     if not 0 < value < 2**60:
         raise UsageError(f"--vram-budget must be auto, a size such as 8GiB or a share such as 0.85, got {text!r}")
-    if suffix in _SUFFIXES:
+    if suffix in _SUFFIXES and value * _SUFFIXES[suffix] >= 1:
         return int(value * _SUFFIXES[suffix])
     if suffix or value > 1:
         raise UsageError(f"--vram-budget {text!r} has no unit this program knows: write 8GiB, 600MiB, 900KiB or 0.85")

@@ -9,7 +9,8 @@ import jax
 
 
 class PeakMeter:
-    """Peak bytes of one engine. On CUDA the allocator's own peak; elsewhere what is seen alive.
+    """Peak bytes of one engine. On CUDA the allocator's own peak, which is the whole process's; elsewhere what is seen
+    alive.
 
     `sample()` adds up the live arrays of the device at a step boundary, leaving out those that were alive before
     the meter was made. `peak_bytes` adds the largest temporary of the compiled programs, which no array shows.

@@ -32,7 +32,7 @@ class Placement:
         return np.flatnonzero(absent).astype(np.int32)
 
     def check(self) -> None:
-        """The books: every unit at most once, every id in range."""
+        """The books: ids ascending, so every unit at most once, and in range."""
         for layer, bucket in enumerate(self.buckets):
-            assert len(np.unique(bucket)) == len(bucket), f"layer {layer}: a unit sits in two slots"
+            assert (np.diff(bucket) > 0).all(), f"layer {layer}: a unit sits in two slots, or ids do not ascend"
             assert len(bucket) == 0 or (bucket.min() >= 0 and bucket.max() < self.units), f"layer {layer}: id range"

@@ -56,6 +56,7 @@ class DevicePool:
         """Run the update and change the bucket in one critical section; -> the fence, ready with the new parts."""
         if len(slots) and not (0 <= slots.min() and slots.max() < len(self._buckets[layer])):
             raise ValueError(f"slots of layer {layer} must be in [0, {len(self._buckets[layer])}), got {slots}")
+        assert len(np.unique(slots)) == len(slots), f"slots of layer {layer} are not distinct: {slots}"
         with self.lock:
             self._parts[layer], fence = program(self._parts[layer])
             self._buckets[layer][slots] = units

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.config import check_number
 from dynajax.errors import NumericalError, UsageError
 
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +28,20 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        bounds = {
-            "max_new_tokens": (self.max_new_tokens, 0, 2**31),
-            "temperature": (self.temperature, 0, 1e4),
-            "top_k": (self.top_k, 0, 2**31),
-            "top_p": (self.top_p, 1e-9, 1),
-            "min_p": (self.min_p, 0, 1),
-            "repetition_penalty": (self.repetition_penalty, 1e-3, 1e3),
-            "seed": (0 if self.seed is None else self.seed, 0, 2**63),
-        }
-        for name, (value, low, high) in bounds.items():
-            if not (math.isfinite(value) and low <= value <= high):
-                raise UsageError(f"{name} must be between {low:g} and {high:g}, got {value}")
-        if len(self.stop) > MAX_STOPS or any(not s for s in self.stop):
-            raise UsageError(f"stop must be at most {MAX_STOPS} strings, none of them empty")
+        check_number("max_new_tokens", self.max_new_tokens, 0, 2**31, whole=True)
+        check_number("temperature", self.temperature, 0, 1e4)
+        check_number("top_k", self.top_k, 0, 2**31, whole=True)
+        check_number("top_p", self.top_p, 1e-9, 1)
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        if self.seed is not None:
+            check_number("seed", self.seed, 0, 2**63, whole=True)
+        if isinstance(self.stop, str) or len(self.stop) > MAX_STOPS or not all(map(_may_stop, self.stop)):
+            raise UsageError(f"stop must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+
+
+def _may_stop(stop: object) -> bool:
+    return isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH
 
 
 class Sampler:
@@ -84,8 +84,9 @@ def filtered_probs(logits: npt.NDArray[np.float32], params: SamplingParams) -> n
     top-p keeps the smallest set whose probability reaches p; min-p what has at least min_p times the
     largest probability. The result is not renormalised after the filters.
     """
-    scaled = logits.astype(np.float64) / params.temperature
-    probs = np.exp(scaled - scaled.max())
+    below = logits.astype(np.float64) - logits.max()
+    with np.errstate(over="ignore"):  # next to no temperature: everything but the largest goes to exp(-inf) = 0
+        probs = np.exp(below / params.temperature)
     probs /= probs.sum()
     if 0 < params.top_k < len(probs):
         keep = np.argpartition(-probs, params.top_k - 1)[: params.top_k]

@@ -38,14 +38,23 @@ class TextStream:
 
     def __init__(self, inner: HfTokenizer, prompt: Sequence[int]):
         self._inner = inner
-        self._stream = DecodeStream(list(prompt), skip_special_tokens=True) if prompt else DecodeStream()
+        whole = self._whole_characters(prompt)
+        self._stream = DecodeStream(list(prompt[:whole]), skip_special_tokens=True)
         self._pending: list[int] = []
+        for token in prompt[whole:]:
+            self.push(token)
 
     def push(self, token: int) -> str:
         """The text that became certain with this token, possibly none."""
         text = self._stream.step(self._inner, token)
         self._pending = [*self._pending, token] if text is None else []
         return text or ""
+
+    def _whole_characters(self, prompt: Sequence[int]) -> int:
+        """Length of the longest start of the prompt that does not end inside a character (of at most 4 bytes)."""
+        ends = range(len(prompt), max(0, len(prompt) - 4), -1)
+        texts = ((end, self._inner.decode(list(prompt[:end]), skip_special_tokens=True)) for end in ends)
+        return next((end for end, text in texts if not text.endswith("\ufffd")), 0)
 
     def flush(self) -> str:
         """What is left at the end: an unfinished character as U+FFFD."""

@@ -40,9 +40,13 @@ class Transfer:
     def send(self, layer: int, units: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
         """Bring `count` units of a layer into `slots` [count]; returns when the update is dispatched."""
         staging = self._take()
-        self._host.gather(self._store.arenas[layer], units, staging)
-        program = self._programs.get("write", self._pool.slots[layer], self.count, self._store.dtype.name)
-        fence = self._pool.update(layer, slots, units, lambda parts: program(parts, staging, slots))
+        try:
+            self._host.gather(self._store.arenas[layer], units, staging)
+            program = self._programs.get("write", self._pool.slots[layer], self.count, self._store.dtype.name)
+            fence = self._pool.update(layer, slots, units, lambda parts: program(parts, staging, slots))
+        except BaseException:
+            self._free.append(staging)
+            raise
         self._busy.append((staging, fence))
 
     def drain(self) -> None:

@@ -95,12 +95,10 @@ def test_special_tokens_are_not_shown():
     assert streamed(TOKENIZER.encode(" b"), prompt=[END_OF_TEXT]) == [" b", ""]
 
 
-@pytest.mark.xfail(reason="without a prompt the stream shows special tokens")
 def test_special_tokens_are_not_shown_without_a_prompt():
     assert streamed([END_OF_TEXT, *START], prompt=[]) == ["", "So", ""]
 
 
-@pytest.mark.xfail(reason="the whole prompt is shown again once its last character is complete")
 @pytest.mark.parametrize("cut", [2, 3, 4])
 def test_a_prompt_that_ends_within_a_character(cut):
     ids = TOKENIZER.encode("a😀!")

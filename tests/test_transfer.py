@@ -222,7 +222,6 @@ def test_a_bucket_smaller_than_a_piece_is_noticed():
         fill_pool(transfer, pool, Placement((np.arange(3, dtype=np.int32),), UNITS))
 
 
-@pytest.mark.xfail(reason="a failed send keeps its staging slot, so that the fourth finds none")
 def test_a_failed_send_costs_no_staging_memory():
     store = store_of(1)
     pool, programs = pool_for((4,))

@@ -83,7 +83,7 @@ class CallbackRunner:
     def prompt(self, state: DeviceState, row: int, pieces: list[tuple[int, int, int]]) -> None:
         """One chunk after the other through all layers."""
         for start, size, count in pieces:
-            prefix = bucket_of(start + size, self._programs.shapes.prefixes)
+            prefix = bucket_of(start + size, self._programs.shapes.chunk_prefixes)
             program = self._programs.get("token_chunk", size, prefix, *self._pool.slots)
             self._bridge.wanted = np.arange(size) < count
             with self._pool.lock, self._bridge.slot:

@@ -56,8 +56,8 @@ class Stepper:
         """Keys and values of a prompt's tokens, at positions 0.. of one row."""
         if not ids:
             return
-        pieces, start = [], 0
-        for size, count in split_chunks(len(ids), self._programs.shapes.chunks):
+        pieces, start, shapes = [], 0, self._programs.shapes
+        for size, count in split_chunks(len(ids), shapes.chunks, shapes.ctx):
             pieces.append((start, size, count))
             start += count
         self._embed_prompt(ids)

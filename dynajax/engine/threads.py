@@ -137,7 +137,7 @@ class ThreadsRunner:
 
     def _attend_chunk(self, state: DeviceState, layer: int, row: int, piece: Piece, y_cold: Rows) -> jax.Array:
         start, size, _ = piece
-        prefix = bucket_of(start + size, self._programs.shapes.prefixes)
+        prefix = bucket_of(start + size, self._programs.shapes.chunk_prefixes)
         attend = self._programs.get("attend_chunk", size, prefix)
         k, v, leaves = state.ks[layer], state.vs[layer], self._weights.layers[layer]
         at = np.int32(start)

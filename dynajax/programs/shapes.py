@@ -10,6 +10,7 @@ from dynajax.config import ModelSpec
 
 PREFIX_STEP = 256
 CHUNKS = (8, 32, 128)
+MOST_PADDING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +37,23 @@ class Shapes:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Prefill chunk sizes; at most D/20 tokens, so that the FFN's [T, G] temporaries stay below 5 % of a pool."""
-        fitting = [c for c in CHUNKS if c <= min(self.spec.hidden // 20, self.ctx)]
-        return tuple(fitting) or CHUNKS[:1]
+        """Prefill chunk sizes: the smallest, and the largest of at most 3 D / 80 tokens.
+
+        That keeps the FFN's [T, G] temporaries (up to four, float32) below 5 % of a float32 pool; the smallest is
+        there for narrow models too.
+        """
+        fitting = [c for c in CHUNKS if c <= min(3 * self.spec.hidden // 80, self.ctx)]
+        return tuple(sorted({CHUNKS[0], *fitting[-1:]}))
 
     @property
     def prefixes(self) -> tuple[int, ...]:
+        """KV prefixes of decode programs."""
         return prefix_buckets(self.ctx)
+
+    @property
+    def chunk_prefixes(self) -> tuple[int, ...]:
+        """KV prefixes of prefill programs: every second one, since there is one program for each chunk size."""
+        return self.prefixes[::-2][::-1]
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:
@@ -66,20 +77,22 @@ def prefix_buckets(ctx: int) -> tuple[int, ...]:
 
 def bucket_of(length: int, buckets: tuple[int, ...]) -> int:
     """The smallest bucket that holds `length`."""
+    assert length <= buckets[-1], f"{length} does not fit the largest bucket, {buckets[-1]}"
     return next(size for size in buckets if size >= length)
 
 
-def split_chunks(length: int, chunks: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Cut a prompt into (padded size, tokens) pieces; only the last is padded, at most to twice its tokens
-    or to the smallest size.
+def split_chunks(length: int, chunks: tuple[int, ...], room: int) -> list[tuple[int, int]]:
+    """Cut a prompt into (padded size, tokens) pieces; only the last is padded, at most to four times its tokens or to
+    the smallest size: a chunk reads the whole pool, so one wide chunk costs less than several narrow ones.
+    `room`: rows of the cache from the prompt's first token on, whole smallest chunks.
 
-    Example: 63 tokens with sizes 8, 32, 128 -> [(32, 32), (32, 31)].
+    Example: 143 tokens with sizes 8 and 128 and much room -> [(128, 128), (8, 8), (8, 7)].
     """
     pieces = []
     while length > 0:
-        covering = next((c for c in chunks if c >= length), 0)
+        covering = next((c for c in chunks if length <= c <= room), 0)
         largest_full = max((c for c in chunks if c <= length), default=chunks[0])
-        size = covering if 0 < covering <= 2 * length else largest_full
+        size = covering if 0 < covering <= MOST_PADDING * length else largest_full
         pieces.append((size, min(size, length)))
-        length -= size
+        length, room = length - size, room - size
     return pieces

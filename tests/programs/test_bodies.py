@@ -35,7 +35,7 @@ def prefilled(sequence, row, chunks, count, prefix=256):
     xs = np.full((SHAPES.ctx, SPEC.hidden), 7, np.float32)
     xs[:count] = x[:count]
     hidden, start = [], 0
-    for size, tokens in split_chunks(count, chunks):
+    for size, tokens in split_chunks(count, chunks, prefix):
         y = np.zeros((size, SPEC.hidden), np.float32)
         y[:tokens] = y_cold[start : start + tokens]
         xs, h, k, v = attend_chunk(block, k, v, xs, y, np.int32(row), np.int32(start), prefix=prefix)
@@ -49,12 +49,13 @@ def prefilled(sequence, row, chunks, count, prefix=256):
 def test_chunks_equal_the_whole_sequence(sequence, chunks, row):
     _, _, _, whole, whole_h = sequence
     xs, h, k, v = prefilled(sequence, row, chunks, LENGTH)
+    end = sum(size for size, _ in split_chunks(LENGTH, chunks, 256))
     np.testing.assert_allclose(xs[:LENGTH], whole, atol=ATOL)
     np.testing.assert_allclose(h, whole_h, atol=ATOL)
     for cache in (k, v):
         assert (cache[1 - row] == 7).all() and not (cache[row, :LENGTH] == 7).any()
-        assert (cache[row, 48:] == 7).all()  # beyond the padding nothing was written
-    assert (xs[48:] == 7).all()
+        assert (cache[row, end:] == 7).all()  # beyond the padding nothing was written
+    assert (xs[end:] == 7).all()
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(xs[1:LENGTH], whole[:-1], atol=ATOL)
 

@@ -12,7 +12,7 @@ from dynajax.programs.shapes import CHUNKS, round_ctx
 from dynajax.testing import TINY
 
 CHECKED = settings(deadline=None, derandomize=True, max_examples=500)
-HIDDEN = (32, 192, 639, 640, 1024, 2559, 2560, 4096)
+HIDDEN = (32, 192, 853, 854, 1024, 3413, 3414, 4096)
 LENGTHS = st.integers(1, 2000)
 
 
@@ -24,19 +24,19 @@ def shapes(hidden=4096, ctx=512, **changes):
 @given(length=LENGTHS, hidden=st.sampled_from(HIDDEN), ctx=LENGTHS.map(round_ctx))
 def test_chunks_cover_the_prompt(length, hidden, ctx):
     chunks = shapes(hidden, ctx).chunks
-    pieces = split_chunks(length, chunks)
+    pieces = split_chunks(length, chunks, 10**6)
     assert sum(count for _, count in pieces) == length
     *full, (size, count) = pieces
     assert all(size == count for size, count in full)  # so that every start is a multiple of the smallest chunk
     assert all(size in chunks for size, _ in pieces)
-    assert 1 <= count <= size <= max(2 * count, CHUNKS[0])
+    assert 1 <= count <= size <= max(4 * count, CHUNKS[0])
 
 
 @CHECKED
 @given(length=LENGTHS)
 def test_no_more_chunks_than_needed(length):
-    """At most one that is not of the largest size for each smaller size, and one for the rest."""
-    pieces = split_chunks(length, CHUNKS)
+    """All of the largest size, and few for the rest."""
+    pieces = split_chunks(length, CHUNKS, 10**6)
     assert len(pieces) <= length // 128 + 3 + 3
     assert [size for size, _ in pieces] == sorted((size for size, _ in pieces), reverse=True)
 
@@ -47,28 +47,28 @@ def test_no_more_chunks_than_needed(length):
         (0, []),
         (1, [(8, 1)]),
         (8, [(8, 8)]),
-        (9, [(8, 8), (8, 1)]),
+        (9, [(32, 9)]),
         (16, [(32, 16)]),
-        (63, [(32, 32), (32, 31)]),  # the example of the docstring
-        (64, [(128, 64)]),
+        (24, [(32, 24)]),
+        (31, [(32, 31)]),
+        (33, [(128, 33)]),
         (130, [(128, 128), (8, 2)]),
-        (300, [(128, 128), (128, 128), (32, 32), (8, 8), (8, 4)]),
+        (300, [(128, 128), (128, 128), (128, 44)]),
     ],
 )
 def test_cuts(length, expected):
-    assert split_chunks(length, CHUNKS) == expected
+    assert split_chunks(length, CHUNKS, 10**6) == expected
 
 
 def overflow(ctx, hidden, length):
     """By how many rows the chunks of a prompt reach past a cache of `ctx`."""
     start = end = 0
-    for size, count in split_chunks(length, shapes(hidden, ctx).chunks):
+    for size, count in split_chunks(length, shapes(hidden, ctx).chunks, ctx):
         end = max(end, start + size)
         start += count
     return end - ctx
 
 
-@pytest.mark.xfail(reason="a last chunk of 32 or 128 may reach past a context that is no multiple of it")
 @CHECKED
 @given(ctx=LENGTHS, hidden=st.sampled_from(HIDDEN), data=st.data())
 def test_every_chunk_fits_the_cache(ctx, hidden, data):
@@ -115,10 +115,12 @@ def test_the_whole_context_is_the_last_prefix(ctx, expected):
     [
         (32, 512, (8,)),  # the smallest is always there
         (192, 512, (8,)),
-        (639, 512, (8,)),
+        (853, 512, (8,)),
+        (854, 512, (8, 32)),
         (1024, 512, (8, 32)),
         (2048, 512, (8, 32)),
-        (4096, 512, (8, 32, 128)),
+        (3413, 512, (8, 32)),
+        (3414, 512, (8, 128)),
         (4096, 120, (8, 32)),
         (4096, 24, (8,)),
         (4096, 8, (8,)),
