@@ -60,7 +60,7 @@ class Stepper:
         for size, count in split_chunks(len(ids), shapes.chunks, shapes.ctx):
             pieces.append((start, size, count))
             start += count
-        self._embed_prompt(ids)
+        self._embed_prompt(ids, pieces)
         self._runner.prompt(self._state, row, pieces)
         self._state.xs.block_until_ready()
 
@@ -84,11 +84,13 @@ class Stepper:
         """Live slots of every layer [L], summed over the rows decoded since the counters were reset."""
         return np.asarray(self._state.tally).astype(np.int64)
 
-    def _embed_prompt(self, ids: Sequence[int]) -> None:
-        state, programs = self._state, self._programs
+    def _embed_prompt(self, ids: Sequence[int], pieces: list[tuple[int, int, int]]) -> None:
+        state, programs, weights = self._state, self._programs, self._weights
         padded = np.zeros(programs.shapes.ctx, np.int32)
         padded[: len(ids)] = ids
-        if self._weights.host_embed is None:
-            state.xs = programs.get("embed_prompt")(self._weights.table, state.xs, padded)
-        else:
-            state.xs = programs.get("load_prompt")(state.xs, self._weights.lookup(padded))
+        if weights.host_embed is None:
+            state.xs = programs.get("embed_prompt")(weights.table, state.xs, padded)
+            return
+        for start, size, _ in pieces:
+            rows = weights.lookup(padded[start : start + size])
+            state.xs = programs.get("load_chunk", size)(state.xs, rows, np.int32(start))

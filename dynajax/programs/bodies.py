@@ -78,9 +78,9 @@ def embed_prompt(table, xs, ids):
     return xs.at[:].set(table[ids].astype(xs.dtype))
 
 
-def load_prompt(xs, rows):
-    """The workspace xs [S,D] filled with rows [S,D] that were looked up on the host."""
-    return xs.at[:].set(rows.astype(xs.dtype))
+def load_chunk(xs, rows, start):
+    """xs [S,D] with rows [T,D] that were looked up on the host put at the positions from `start`."""
+    return jax.lax.dynamic_update_slice_in_dim(xs, rows, start, axis=0)
 
 
 def head(norm, table, x, y_cold, *, eps: float):

@@ -95,8 +95,9 @@ class Programs:
         ids = _shape((self.shapes.ctx,), "int32")
         return jax.jit(bodies.embed_prompt, donate_argnums=1).lower(self._table, self._xs, ids)
 
-    def load_prompt(self) -> jax.stages.Lowered:
-        return jax.jit(bodies.load_prompt, donate_argnums=0).lower(self._xs, self._xs)
+    def load_chunk(self, size: int) -> jax.stages.Lowered:
+        chunk = _shape((size, self.shapes.spec.hidden))
+        return jax.jit(bodies.load_chunk, donate_argnums=0).lower(self._xs, chunk, _INT)
 
     def attend_rows(self, prefix: int) -> jax.stages.Lowered:
         def run(leaves, k, v, x, y_cold, positions):

@@ -41,7 +41,8 @@ PHASES = (
     Phase(until=0.556, wake=0.01, window=256, l1=0.1),  # let each fire where it matters
     Phase(until=0.612, wake=0.01, window=256, skew=0.03),  # and some of them seldom,
     Phase(until=0.723, wake=0.01, window=256, skew=0.1, lift=0.5),  # others often
-    Phase(until=1.0, wake=0.01, window=256, skew=0.1, lift=0.8),
+    Phase(until=0.778, wake=0.01, window=256, skew=0.1, lift=0.8),
+    Phase(until=1.0, wake=0.01, window=256, skew=0.25, lift=0.7),
 )
 
 

@@ -33,9 +33,9 @@ def embed_prompt(make, names):
     return args, lambda: bodies.embed_prompt(*args)
 
 
-def load_prompt(make, names):
-    args = make.prompt(), make.prompt()
-    return args, lambda: bodies.load_prompt(*args)
+def load_chunk(make, names, size):
+    args = make.prompt(), make.floats(size, SPEC.hidden), START
+    return args, lambda: bodies.load_chunk(*args)
 
 
 def attend_rows(make, names, prefix):
@@ -96,7 +96,7 @@ def token_chunk(make, names, size, prefix, *slots):
 CASES = [
     (embed_rows,),
     (embed_prompt,),
-    (load_prompt,),
+    (load_chunk, 8),
     (attend_rows, 256),
     (attend_chunk, 8, 264),
     (hot_rows, 12),
@@ -170,7 +170,7 @@ DONATED = [  # arguments that the program takes over, and the outputs that get t
     ((hot_rows, 12), (3,), (1,)),
     ((hot_chunk, 8, 12), (0,), ()),
     ((embed_prompt,), (1,), ()),
-    ((load_prompt,), (0,), ()),
+    ((load_chunk, 8), (0,), ()),
     ((token_rows, 256, *SLOTS), (1, 4), (3, 4, 2)),
     ((token_chunk, 8, 256, *SLOTS), (1, 3), (1, 2, 0)),
 ]
@@ -300,8 +300,8 @@ def test_the_count_is_limited(monkeypatch):
     monkeypatch.setattr(cache, "MAX_PROGRAMS", 2)
     compiler = programs()
     compiler.get("embed_rows")
-    compiler.get("load_prompt")
-    with pytest.raises(AssertionError, match="more than 2 programs.*load_prompt"):
+    compiler.get("load_chunk", 8)
+    with pytest.raises(AssertionError, match="more than 2 programs.*load_chunk"):
         compiler.get("head")
     assert compiler.count == 2
     compiler.get("embed_rows")  # what is there stays usable
@@ -312,7 +312,7 @@ def all_kinds(shapes, slots):
     chunks, prefixes, longer = shapes.chunks, shapes.prefixes, shapes.chunk_prefixes
     return [
         ("head",),
-        *([("embed_rows",), ("embed_prompt",)] if shapes.spec.tied else [("load_prompt",)]),
+        *([("embed_rows",), ("embed_prompt",)] if shapes.spec.tied else [("load_chunk", size) for size in chunks]),
         *(("attend_rows", prefix) for prefix in prefixes),
         *(("attend_chunk", *sizes) for sizes in product(chunks, longer) if sizes[0] <= sizes[1]),
         *(("hot_rows", count) for count in slots),
