@@ -42,7 +42,10 @@ PHASES = (
     Phase(until=0.612, wake=0.01, window=256, skew=0.03),  # and some of them seldom,
     Phase(until=0.723, wake=0.01, window=256, skew=0.1, lift=0.5),  # others often
     Phase(until=0.778, wake=0.01, window=256, skew=0.1, lift=0.8),
-    Phase(until=1.0, wake=0.01, window=256, skew=0.25, lift=0.7),
+    Phase(until=0.834, wake=0.01, window=256, skew=0.25, lift=0.7),
+    Phase(until=0.889, wake=0.01, window=256, skew=0.05, lift=0.4),
+    Phase(until=0.944, wake=0.01, window=256, skew=0.12, lift=0.6),
+    Phase(until=1.0, wake=0.01, window=256, l1=0.03),
 )
 
 

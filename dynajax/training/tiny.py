@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flax import nnx
 from tokenizers import Tokenizer
 
-from dynajax.checkpoint import Checkpoint, write_stats
+from dynajax.checkpoint import STATS_NAME, Checkpoint, write_stats
 from dynajax.config import Activation, ModelSpec
 from dynajax.errors import StorageError
 from dynajax.models.decoder import Decoder
@@ -64,7 +64,7 @@ def train_tiny(folders: Folders, *, minutes: float, seed: int, resume: bool) -> 
     write_weights(draft, result.model, out)
     checkpoint, model = Checkpoint.open(draft), as_written(result.model)
     frequency, counted = frequencies(model, stats_sample(tokens["train"], STATS_TOKENS))
-    write_stats(draft / "activations.npz", fingerprint=checkpoint.fingerprint(), frequency=frequency, tokens=counted)
+    write_stats(draft / STATS_NAME, fingerprint=checkpoint.fingerprint(), frequency=frequency, tokens=counted)
     manifest = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))
     facts = _facts(result, cfg, checkpoint.parameters) | {"stats_tokens": counted, "corpus": manifest}
     measured = measure(model, heldout_sample(sample, draft / "tokenizer.json"))
