@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from dynajax.checkpoint import Checkpoint
 from dynajax.checkpoint.reading import numpy_dtype
-from dynajax.config import DTYPE_BYTES, ModelSpec
 from dynajax.errors import FitError
 
 
@@ -63,11 +62,6 @@ class HostStore:
             assert arena.shape == first.shape and arena.dtype == first.dtype, (layer, arena.shape, arena.dtype)
             assert arena.flags.c_contiguous, layer
             assert arena.ctypes.data % mmap.PAGESIZE == 0, layer
-
-
-def store_bytes(spec: ModelSpec, dtype: str) -> int:
-    """What `load_store` will allocate."""
-    return spec.layers * spec.ffn * spec.ffn_parts * spec.hidden * DTYPE_BYTES[dtype]
 
 
 def load_store(

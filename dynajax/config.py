@@ -87,6 +87,8 @@ class EngineConfig:
     vram_budget: "auto", a size ("8GiB"), a share of free device memory ("0.85"), or bytes as an int.
     ctx: KV cache length in tokens. batch: rows decoded together. threads: host compute threads.
     stats: "auto", "none" or an activation statistics file, from which neurons are placed.
+    deterministic and offline promise what always holds in this version: for the same `threads` two runs are equal
+    bit for bit, and the network is never touched.
     """
 
     vram_budget: str | int | float = "auto"
@@ -99,6 +101,9 @@ class EngineConfig:
     host_dtype: str = "auto"
     host_mode: str = "threads"
     threads: int | None = None
+    predictor: str = "auto"
+    deterministic: bool = False
+    offline: bool = False
 
     def __post_init__(self) -> None:
         choices = {
@@ -112,6 +117,10 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 flag = name.replace("_", "-")
                 raise UsageError(f"--{flag} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.predictor not in ("auto", "none"):
+            raise UsageError(
+                f"--predictor must be auto or none, got {self.predictor!r}: predictors are not in this version"
+            )
         for name, value in (("ctx", self.ctx), ("batch", self.batch), ("threads", self.threads)):
             if value is not None:
                 check_number(f"--{name}", value, 1, 2**31, whole=True)

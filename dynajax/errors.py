@@ -1,7 +1,7 @@
 """The errors a user can cause or meet, each with the exit code the command line ends with.
 
 A message is one line: what was expected, what was found, and the remedy. Programming mistakes stay
-`ValueError`/`AssertionError` and are not caught by the command line unless `--debug` is off.
+`ValueError`/`AssertionError`: the command line gives them exit code 1, and with `--debug` shows any error's traceback.
 """
 
 

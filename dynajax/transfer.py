@@ -66,11 +66,12 @@ class Transfer:
 
 
 def fill_piece(units: int, host_unit_bytes: int, device_unit_bytes: int, spare_bytes: int) -> int:
-    """How many units the fill moves at a time: at most half the step by which pools grow, and so few that the
-    pieces in flight and one converted piece fit the scratch memory, which nothing else uses at that time.
+    """How many units the fill moves at a time: at most a twentieth of the smallest pool, whose update then needs no
+    larger temporary, and so few that the pieces in flight and one converted piece fit the scratch memory, which
+    nothing else uses at that time.
     """
     fitting = spare_bytes // (RING * host_unit_bytes + device_unit_bytes)
-    return max(1, min(-(-units // 16), fitting))
+    return max(1, min(-(-units // 16) // 10, fitting))
 
 
 def fill_pool(transfer: Transfer, pool: DevicePool, placement: Placement, on_layer=None) -> None:

@@ -109,6 +109,18 @@ def test_choices(name):
         )
 
 
+@pytest.mark.parametrize("value", ["mlp", "gate", "predictors/", "", None, "Auto"])
+def test_predictors_are_not_in_this_version(value):
+    assert [EngineConfig(predictor=name).predictor for name in ("auto", "none")] == ["auto", "none"]
+    with pytest.raises(UsageError, match=f"--predictor must be auto or none, got {value!r}: predictors are not in"):
+        EngineConfig(predictor=value)
+
+
+def test_promises_that_always_hold_are_accepted():
+    assert (EngineConfig().deterministic, EngineConfig().offline) == (False, False)
+    assert EngineConfig(deterministic=True, offline=True).offline
+
+
 @pytest.mark.parametrize("name", ["ctx", "batch", "threads"])
 def test_counts(name):
     assert getattr(EngineConfig(**{name: 7}), name) == 7

@@ -17,7 +17,6 @@ from dynajax.checkpoint import mapping
 from dynajax.checkpoint.reading import STORED_DTYPES, numpy_dtype, read_into, read_transposed_into
 from dynajax.checkpoint.shards import INDEX, Shard, Stored, find_shards, read_shard
 from dynajax.checkpoint.spec import read_spec
-from dynajax.checkpoint.stats import STATS_NAME, read_stats
 from dynajax.checkpoint.wording import SHOWN, listing, located, plain, quoted
 from dynajax.config import ModelSpec
 from dynajax.errors import ModelError, StorageError
@@ -120,11 +119,6 @@ class Checkpoint:
         read_into(self._stored("gate", layer), out[:, 0, 0, :])
         read_into(self._stored("up", layer), out[:, 1, 0, :])
         read_transposed_into(self._stored("down", layer), out[:, 2, 0, :])
-
-    def activation_stats(self) -> npt.NDArray[np.float32] | None:
-        """How often each neuron is live [L, F], from `activations.npz` in the folder; None without that file."""
-        path = self.folder / STATS_NAME
-        return read_stats(path, self.spec, self.fingerprint()) if path.is_file() else None
 
     def _stored(self, part: str, layer: int | None = None) -> Stored:
         if layer is not None and not 0 <= layer < self.spec.layers:

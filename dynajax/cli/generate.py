@@ -10,10 +10,12 @@ import typer
 
 from dynajax.cli import device_env
 from dynajax.cli.options import EngineFlags, OutputFlags
-from dynajax.cli.output import Answer, figure, note, progress, size, write_json, write_out
+from dynajax.cli.output import Answer, figure, note, progress, size, table, write_json, write_out
+from dynajax.cli.plan import budget_rows
 from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
+    from dynajax.budget import MemoryPlan
     from dynajax.sampling import SamplingParams
 
 
@@ -70,7 +72,9 @@ def generate(
     given, ctx_tokens = read_prompt(engine.model, prompt, params, config.ctx)
     from dynajax import Engine
 
-    settings = asdict(replace(config, ctx=ctx_tokens))
+    settings: dict[str, Any] = asdict(replace(config, ctx=ctx_tokens))
+    if not show.json:
+        settings["on_plan"] = show_plan
     with closing(progress()) as report, Engine.from_pretrained(engine.model, progress=report, **settings) as llm:
         context.obj.ask(llm.stop)
         with closing(Answer(stream=not show.no_stream and not show.json, silent=show.json)) as answer:
@@ -111,9 +115,15 @@ def read_prompt(
         ids = tokenizer.encode(given)
     limit = ctx or spec.max_positions
     if len(ids) > limit:
-        raise UsageError(f"the prompt has {len(ids)} tokens, more than the context of {limit}")
+        remedy = "shorten it or raise --ctx" if limit < spec.max_positions else "shorten it, the model takes no more"
+        raise UsageError(f"the prompt has {len(ids)} tokens, more than the context of {limit}: {remedy}")
     begin = 1  # the engine may put a begin-of-text token in front
     return given, ctx or prompts.default_ctx(len(ids) + begin, params.max_new_tokens, spec.max_positions)
+
+
+def show_plan(memory: MemoryPlan) -> None:
+    """The budget table on stderr, before anything is loaded."""
+    note(table(budget_rows(memory)))
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -50,6 +50,18 @@ class EngineFlags:
         str, typer.Option(metavar=_one_of(*get_args(HostMode)), help="How the host's share of the FFN is called.")
     ] = "threads"
     threads: Annotated[int | None, typer.Option(metavar="N", help="Host threads; physical cores if not given.")] = None
+    predictor: Annotated[
+        str, typer.Option(metavar="auto|none", help="Guess which neurons are needed: not in this version.")
+    ] = "auto"
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="Equal runs, bit for bit, for the same --threads; always so in this version."
+        ),
+    ] = False
+    offline: Annotated[bool, typer.Option("--offline", help="Never touch the network; always so in this version.")] = (
+        False
+    )
 
     def config(self) -> EngineConfig:
         """The engine's settings; UsageError names the first flag that is out of range."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 LINE_EVERY_S = 5.0
+PLANNING = "compile"  # what is planned may still be refused, and a refusal is one line
 KEPT_CONTROLS = "\n\t"
 # C0, DEL and C1: a model must not move the cursor or set the title of a terminal.
 CONTROLS = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in KEPT_CONTROLS)
@@ -20,7 +21,7 @@ class PipeClosed(BaseException):
 
 
 class Progress(Protocol):
-    """Told how far a stage is: `load`, `place`, `compile`, `prefill`."""
+    """Told how far a stage is: `compile`, `load`, `place`, `prefill`."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
 
@@ -85,7 +86,7 @@ def progress() -> Progress:
 
 
 class Lines:
-    """A line when a stage ends, and every few seconds while it lasts."""
+    """A line when a stage ends, and every few seconds while it lasts; planning speaks only if it takes that long."""
 
     def __init__(self, every_s: float = LINE_EVERY_S):
         self._every_s = every_s
@@ -93,7 +94,8 @@ class Lines:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._said_s is not None and (done >= total or now - self._said_s >= self._every_s):
+        ended = done >= total and stage != PLANNING
+        if self._said_s is not None and (ended or now - self._said_s >= self._every_s):
             self._said_s = now
             note(f"{stage}: {done}/{total}")
 

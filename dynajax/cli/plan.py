@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dynajax.cli import device_env
 from dynajax.cli.options import EngineFlags, OutputFlags
 from dynajax.cli.output import size, table, write_json, write_out
+
+if TYPE_CHECKING:
+    from dynajax.budget import MemoryPlan
 
 
 def plan(engine: EngineFlags, output: OutputFlags) -> None:
@@ -17,10 +22,14 @@ def plan(engine: EngineFlags, output: OutputFlags) -> None:
     if output.json:
         write_json(memory.to_json())
         return
-    rows = [(f"device {name}", size(count)) for name, count in memory.rows()]
-    rows.append(("device, without margin", size(memory.plan_bytes)))
-    rows.append(("budget", size(memory.budget_bytes)))
+    rows = budget_rows(memory)
     rows.append(("smallest budget", size(memory.smallest_budget_bytes)))
     rows += [(f"host {name}", size(count)) for name, count in memory.host.items()]
     rows.append(("units on the device", f"{memory.units_resident} of {memory.units_total}"))
     write_out(table(rows) + "\n")
+
+
+def budget_rows(memory: MemoryPlan) -> list[tuple[str, str]]:
+    """Every item on the device in the order in which it is granted, their sum, and the budget; for people."""
+    rows = [(f"device {name}", size(count)) for name, count in memory.rows()]
+    return [*rows, ("device, without margin", size(memory.plan_bytes)), ("budget", size(memory.budget_bytes))]

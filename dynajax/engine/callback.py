@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.state import DeviceState
-from dynajax.engine.stepper import Rows
+from dynajax.engine.stepper import OnPart, Piece, Rows
 from dynajax.engine.weights import DenseWeights
 from dynajax.pool import DevicePool
 from dynajax.programs import Programs, bucket_of
@@ -80,9 +80,9 @@ class CallbackRunner:
             x.block_until_ready()
         return x, y_cold
 
-    def prompt(self, state: DeviceState, row: int, pieces: list[tuple[int, int, int]]) -> None:
+    def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
         """One chunk after the other through all layers."""
-        for start, size, count in pieces:
+        for done, (start, size, count) in enumerate(pieces, start=1):
             prefix = bucket_of(start + size, self._programs.shapes.chunk_prefixes)
             program = self._programs.get("token_chunk", size, prefix, *self._pool.slots)
             self._bridge.wanted = np.arange(size) < count
@@ -92,6 +92,7 @@ class CallbackRunner:
                 )
                 state.xs.block_until_ready()
             self._on_full()
+            on_part(done, len(pieces))
 
     def _weights_and_caches(self, state: DeviceState):
         layers = range(len(self._weights.layers))

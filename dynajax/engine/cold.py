@@ -20,7 +20,6 @@ BLOCK_BYTES = 2**20  # of h per call: it stays in a core's cache while the units
 class ColdCounters:
     """Sums since the last reset, over all layers."""
 
-    calls: int = 0
     seconds: float = 0.0
     bytes_read: int = 0
     live: int = 0
@@ -76,7 +75,6 @@ class ColdSide:
             counters.live += live
             counters.live_first_layer += live if layer == 0 else 0
         counters.seconds += time.perf_counter() - start
-        counters.calls += 1
         counters.computed += len(units) * len(h)
         return y
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
+from dynajax.budget import MemoryPlan
 from dynajax.config import EngineConfig
 from dynajax.engine.continuation import Continuation
+from dynajax.engine.failures import translated_errors
 from dynajax.engine.opening import Parts, open_parts
-from dynajax.engine.report import Phases, make_result
+from dynajax.engine.report import Phases, make_results
 from dynajax.engine.result import Event, Result
+from dynajax.engine.turn import Turn
 from dynajax.errors import EngineError, UsageError
 from dynajax.sampling import SamplingParams
 
@@ -32,18 +36,29 @@ class Engine:
 
     def __init__(self, parts: Parts):
         self._parts: Parts | None = parts
-        self._lock = threading.Lock()
+        self._turn = Turn()
         self._stopped = False  # plain, so that a signal handler may set it at any time
         self._last: list[Result] = []
+        self._streams: weakref.WeakSet[Generator[Event]] = weakref.WeakSet()
 
     @classmethod
-    def from_pretrained(cls, model: str, *, progress: Progress | None = None, **settings: Any) -> Self:
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        progress: Progress | None = None,
+        on_plan: Callable[[MemoryPlan], None] | None = None,
+        **settings: Any,
+    ) -> Self:
         """Open a model by alias or folder; settings are the fields of EngineConfig.
 
-        Raises a DynajaxError (see dynajax.errors) before anything is allocated if the model is damaged, a setting
-        is out of range or the budget is too small.
+        `on_plan` is called with the memory plan before anything is allocated, `progress` with (stage, done, total) of
+        the stages compile, load, place and, later, prefill. Raises a DynajaxError (see dynajax.errors) before anything
+        is allocated if the model is damaged, a setting is out of range or the budget is too small.
         """
-        return cls(open_parts(model, _record(EngineConfig, settings), progress or _silent))
+        config = _record(EngineConfig, settings)
+        with translated_errors():
+            return cls(open_parts(model, config, progress or _silent, on_plan or (lambda plan: None)))
 
     @property
     def last_result(self) -> Result:
@@ -60,21 +75,33 @@ class Engine:
         params = _record(SamplingParams, settings)
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int | np.integer)
         prompts = cast("list[Prompt]", prompt if several else [prompt])
-        seed = _seed(params)
-        results: list[Result] = []
-        with self._lock:
-            batch = self._open_parts().config.batch
-            for first in range(0, len(prompts), batch):
-                for _ in self._run(prompts[first : first + batch], params, seed + first):
+        seed, results = _seed(params), []
+        with self._turn:
+            self._stopped = False
+            parts = self._open_parts()
+            rows = [self._continuation(p, params, seed + r) for r, p in enumerate(prompts)]  # all checked first
+            for first in range(0, len(rows), parts.config.batch):
+                for _ in self._run(parts, rows[first : first + parts.config.batch]):
                     pass
                 results += self._last
+            self._last = results
         return results if several else results[0]
 
-    def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Event]:
-        """The same, one Event a token. Closing the iterator early stops the generation; see `last_result`."""
+    def stream(self, prompt: Prompt, **settings: Any) -> Generator[Event]:
+        """The same, one Event a token. Closing the iterator early stops the generation; see `last_result`.
+
+        The engine is taken from the first token asked for to the end of the iterator: another call in this thread is
+        refused in between, other threads wait.
+        """
         params = _record(SamplingParams, settings)
-        with self._lock:
-            for _, event in self._run([prompt], params, _seed(params)):
+        self._stopped = False
+        stream = self._stream(self._continuation(prompt, params, _seed(params)))
+        self._streams.add(stream)
+        return stream
+
+    def _stream(self, row: Continuation) -> Generator[Event]:
+        with self._turn:
+            for _, event in self._run(self._open_parts(), [row]):
                 yield event
 
     def stop(self) -> None:
@@ -96,8 +123,11 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Check the pool's books and free everything. Closing twice is allowed."""
-        with self._lock:
+        """Check the books and free everything; a stream that this thread left open ends. Closing twice is allowed."""
+        if self._turn.mine:
+            for stream in list(self._streams):
+                stream.close()
+        with self._turn:
             parts, self._parts = self._parts, None
             if parts is not None:
                 parts.close()
@@ -113,31 +143,49 @@ class Engine:
             raise EngineError("the engine is closed: open it again with Engine.from_pretrained")
         return self._parts
 
-    def _run(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> Iterator[tuple[int, Event]]:
-        """Generate for up to `batch` prompts at once; yields (row, event). Holds the lock's turn throughout."""
-        parts = self._open_parts()
-        rows = [self._continuation(prompt, params, seed + r) for r, prompt in enumerate(prompts)]
-        self._stopped = False
-        phases = Phases(parts)
+    def _run(self, parts: Parts, rows: Sequence[Continuation]) -> Generator[tuple[int, Event]]:
+        """Carry up to `batch` sequences to their ends; yields (row, event). The caller has the turn.
+
+        After an error inside a step there is no result, and the caches are made anew: a failed program may have taken
+        buffers that it did not give back.
+        """
+        phases, self._last = Phases(parts), []
         try:
-            with phases.prefill():
-                for index, row in enumerate(rows):
-                    parts.stepper.prefill(index, row.prompt[:-1])
-                    parts.progress("prefill", index + 1, len(rows))
-            parts.reset_counters()
-            while any(row.finish_reason is None for row in rows) and not self._stopped:
-                with phases.decode():
-                    events = self._step(parts, rows)
-                yield from events
+            with translated_errors():
+                yield from self._generate(parts, rows, phases)
         except GeneratorExit:
+            self._finish(parts, rows, phases)
             raise
         except BaseException:
             parts.stepper.reset_state()
             raise
-        finally:
-            for row in rows:
-                row.cancel()
-            self._last = [make_result(parts, row, phases) for row in rows]
+        self._finish(parts, rows, phases)
+
+    def _generate(self, parts: Parts, rows: Sequence[Continuation], phases: Phases) -> Generator[tuple[int, Event]]:
+        parts.reset_counters()
+        with phases.prefill(), contextlib.suppress(_Stopped):
+            for index, row in enumerate(rows):
+                self._prefill(parts, row, index, len(rows))
+        parts.reset_counters()
+        while any(row.finish_reason is None for row in rows) and not self._stopped:
+            with phases.decode():
+                events = self._step(parts, rows)
+            yield from events
+
+    def _prefill(self, parts: Parts, row: Continuation, index: int, rows: int) -> None:
+        """One row's prompt; between its parts, progress in percent and a look at the stop flag."""
+
+        def on_part(done: int, total: int) -> None:
+            parts.progress("prefill", (100 * (index * total + done)) // (rows * total), 100)
+            if self._stopped:
+                raise _Stopped
+
+        parts.stepper.prefill(index, row.prompt[:-1], on_part)
+
+    def _finish(self, parts: Parts, rows: Sequence[Continuation], phases: Phases) -> None:
+        for row in rows:
+            row.cancel()
+        self._last = make_results(parts, rows, phases)
 
     def _step(self, parts: Parts, rows: Sequence[Continuation]) -> list[tuple[int, Event]]:
         """One token for every row that goes on."""
@@ -153,12 +201,16 @@ class Engine:
     def _continuation(self, prompt: Prompt, params: SamplingParams, seed: int) -> Continuation:
         parts = self._open_parts()
         ids = parts.encode(prompt)
-        ctx = parts.prepared.programs.shapes.ctx
+        ctx = parts.prepared.ctx
         if len(ids) > ctx:
             raise UsageError(f"the prompt has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
         limit = min(params.max_new_tokens, ctx - len(ids))
         eos = parts.prepared.spec.eos_ids
         return Continuation(ids, params, seed, limit=limit, eos_ids=eos, tokenizer=parts.tokenizer)
+
+
+class _Stopped(Exception):
+    """`stop` was called during a prefill."""
 
 
 def _seed(params: SamplingParams) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
+from dynajax.budget import MemoryPlan
 from dynajax.bundles import HostStore, load_store
 from dynajax.checkpoint import Checkpoint, resolve_model
 from dynajax.config import EngineConfig
@@ -23,6 +27,8 @@ from dynajax.pool import DevicePool
 from dynajax.text import Tokenizer, load_tokenizer
 from dynajax.transfer import Transfer, fill_pool
 from hostcompute import default_threads, open_pool
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,6 +55,8 @@ class Parts:
                 raise UsageError(f"{self.prepared.model} has no tokenizer: give token ids (--prompt-ids)")
             ids = self.tokenizer.encode(prompt)
         else:
+            if not all(isinstance(token, int | np.integer) for token in prompt):
+                raise UsageError("a prompt must be a text or a sequence of token ids; generate takes a list of prompts")
             ids = [int(token) for token in prompt]
         if not ids and spec.bos_id is not None:
             ids = [spec.bos_id]
@@ -77,15 +85,33 @@ class Parts:
         }
 
     def close(self) -> None:
-        self.pool.check()
-        self.store.check()
-        self.cold.close()
+        """Check the books; the worker threads end in any case."""
+        try:
+            self.pool.check()
+            self.store.check()
+        finally:
+            self.cold.close()
 
 
-def open_parts(model: str, config: EngineConfig, progress: Callable[[str, int, int], None]) -> Parts:
+def open_parts(
+    model: str,
+    config: EngineConfig,
+    progress: Callable[[str, int, int], None],
+    on_plan: Callable[[MemoryPlan], None],
+) -> Parts:
     """Plan, then load. Nothing is allocated before model, settings and budget are known to be good."""
     checkpoint = Checkpoint.open(resolve_model(model))
-    return load_parts(checkpoint, prepare(model, config, fingerprint=checkpoint.fingerprint()), config, progress)
+    prepared = prepare(model, config, fingerprint=checkpoint.fingerprint(), progress=progress)
+    on_plan(prepared.memory)
+    return load_parts(checkpoint, prepared, config, progress)
+
+
+def host_threads(config: EngineConfig) -> int:
+    """Threads for the host's half; more than there are CPUs are granted, with a warning."""
+    cpus = len(os.sched_getaffinity(0))
+    if config.threads is not None and config.threads > cpus:
+        log.warning("--threads %d on %d CPUs: the threads will wait for each other", config.threads, cpus)
+    return config.threads or default_threads()
 
 
 def load_parts(
@@ -102,7 +128,7 @@ def load_parts(
     weights = load_dense(checkpoint, programs, device, prepared.host_dtype)
     store = load_store(checkpoint, prepared.host_dtype, lambda layer: progress("load", layer + 1, spec.layers))
     pool = DevicePool(placement.slots, spec.ffn_parts, 1, spec.hidden, programs.shapes.pool_type, spec.ffn)
-    host = open_pool(config.threads or default_threads())
+    host = open_pool(host_threads(config))
     cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")
     if prepared.bridge is None:
         runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)

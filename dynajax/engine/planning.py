@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from dynajax import budget
 from dynajax.budget import MemoryPlan
-from dynajax.checkpoint import read_spec, read_stats, resolve_model
+from dynajax.checkpoint import STATS_NAME, read_spec, read_stats, resolve_model
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
 from dynajax.engine.callback import HostBridge
 from dynajax.errors import FitError, UsageError
@@ -22,7 +23,6 @@ from dynajax.programs.shapes import round_ctx
 from dynajax.transfer import fill_piece
 
 DEFAULT_CTX = 4096
-STATS_FILE = "activations.npz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +33,7 @@ class Prepared:
     folder: Path
     spec: ModelSpec
     host_dtype: str
+    ctx: int  # tokens a sequence may have; the cache may hold a few more
     sparsity: str
     policy: str
     programs: Programs
@@ -42,16 +43,23 @@ class Prepared:
     bridge: HostBridge | None  # callback mode only
 
 
-def prepare(model: str, config: EngineConfig, *, fingerprint: str | None = None) -> Prepared:
+def prepare(
+    model: str,
+    config: EngineConfig,
+    *,
+    fingerprint: str | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Prepared:
     """Resolve every `auto`, size the pool and place the units; `fingerprint` guards the statistics if given."""
     folder = resolve_model(model)
     spec = read_spec(folder)
     device = jax.local_devices()[0]
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
-    shapes = Shapes(spec=spec, dtype=dtype, ctx=resolve_ctx(config, spec), batch=config.batch)
+    ctx = resolve_ctx(config, spec)
+    shapes = Shapes(spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch)
     bridge = HostBridge() if config.host_mode == "callback" else None
     programs = Programs(shapes, None if bridge is None else bridge.ffn)
-    temporaries = max(programs.temp_bytes(*key) for key in largest_programs(shapes, callback=bridge is not None))
+    temporaries = largest_temporary(programs, progress, callback=bridge is not None)
     fixed = fixed_bytes(shapes, temporaries)
     needed, unit = sum(fixed.values()), budget.unit_bytes(spec, dtype)
     gpu = device.platform != "cpu"
@@ -76,6 +84,7 @@ def prepare(model: str, config: EngineConfig, *, fingerprint: str | None = None)
         folder=folder,
         spec=spec,
         host_dtype=host_dtype,
+        ctx=ctx,
         sparsity=resolve_sparsity(config, spec),
         policy=policy,
         programs=programs,
@@ -100,6 +109,16 @@ def fixed_bytes(shapes: Shapes, temporaries: int) -> dict[str, int]:
         "kv": budget.kv_bytes(spec, shapes.dtype, shapes.ctx, shapes.batch),
         "scratch": workspace + temporaries,
     }
+
+
+def largest_temporary(programs: Programs, progress: Callable[[str, int, int], None], *, callback: bool) -> int:
+    """Bytes of temporaries that no program of the engine exceeds."""
+    keys = largest_programs(programs.shapes, callback=callback)
+    largest = 0
+    for done, key in enumerate(keys, start=1):
+        largest = max(largest, programs.temp_bytes(*key))
+        progress("compile", done, len(keys))
+    return largest
 
 
 def largest_programs(shapes: Shapes, *, callback: bool) -> list[tuple]:
@@ -142,7 +161,7 @@ def resolve_ctx(config: EngineConfig, spec: ModelSpec) -> int:
     """KV rows per sequence: what was asked for, else the model's maximum up to 4,096."""
     if config.ctx is not None and config.ctx > spec.max_positions:
         raise UsageError(f"--ctx must be at most the model's {spec.max_positions} positions, got {config.ctx}")
-    return round_ctx(config.ctx if config.ctx is not None else min(spec.max_positions, DEFAULT_CTX))
+    return config.ctx if config.ctx is not None else min(spec.max_positions, DEFAULT_CTX)
 
 
 def resolve_budget(config: EngineConfig, device: jax.Device, everything: int) -> int:
@@ -176,7 +195,7 @@ def load_frequency(
     stats: str, folder: Path, spec: ModelSpec, fingerprint: str | None
 ) -> npt.NDArray[np.float32]:  # [L, F]
     """Activation frequencies from a file or the model folder; all equal where there are none."""
-    path = folder / STATS_FILE if stats == "auto" else Path(stats)
+    path = folder / STATS_NAME if stats == "auto" else Path(stats)
     if stats == "none" or (stats == "auto" and not path.exists()):
         return np.ones((spec.layers, spec.ffn), np.float32)
     return read_stats(path, spec, fingerprint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from dynajax.engine.continuation import Continuation
@@ -39,11 +39,15 @@ class Phases:
             setattr(self, name, getattr(self, name) + spent)
 
 
-def make_result(parts: Parts, row: Continuation, phases: Phases) -> Result:
-    """The result of one row; figures of time, units and memory are of the whole batch."""
+def make_results(parts: Parts, rows: Sequence[Continuation], phases: Phases) -> list[Result]:
+    """A result for each row; figures of time, units and memory are of the whole batch."""
+    prefilled = sum(len(row.prompt) - 1 for row in rows)
+    return [_make_result(parts, row, phases, prefilled) for row in rows]
+
+
+def _make_result(parts: Parts, row: Continuation, phases: Phases, prefilled: int) -> Result:
     prepared, counters = parts.prepared, parts.cold.counters
     hot_s = parts.runner.hot_s(parts.stepper.steps)
-    done = len(row.prompt) - 1
     return Result(
         model=prepared.model,
         model_path=str(prepared.folder),
@@ -60,7 +64,7 @@ def make_result(parts: Parts, row: Continuation, phases: Phases) -> Result:
             compile_s=prepared.programs.compile_s,
             prefill_s=phases.prefill_s,
             decode_s=phases.decode_s,
-            prefill_tok_s=ratio(done, phases.prefill_s) if done else None,
+            prefill_tok_s=ratio(prefilled, phases.prefill_s) if prefilled else None,
             decode_tok_s=ratio(parts.stepper.rows, phases.decode_s) if parts.stepper.rows else None,
         ),
         units=_units(parts),

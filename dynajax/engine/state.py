@@ -17,3 +17,9 @@ class DeviceState:
         self.vs: list[jax.Array] = [jnp.zeros(shapes.kv_shape, shapes.weight_type) for _ in range(spec.layers)]
         self.xs = jnp.zeros((shapes.ctx, spec.hidden), jnp.float32)
         self.tally = jnp.zeros((spec.layers,), jnp.int32)
+
+    def free(self) -> None:
+        """Give the memory back now, whoever still holds a reference (the traceback of a failed step does)."""
+        for array in (*self.ks, *self.vs, self.xs, self.tally):
+            if not array.is_deleted():
+                array.delete()

@@ -15,13 +15,15 @@ from dynajax.engine.weights import DenseWeights
 from dynajax.programs import Programs, split_chunks
 
 Rows = npt.NDArray[np.float32]  # [B, D] or [T, D]
+Piece = tuple[int, int, int]  # of a prompt: start, padded size, tokens
+OnPart = Callable[[int, int], None]
 
 
 class Runner(Protocol):
     """Takes hidden states through all layers; `host_mode` chooses the implementation."""
 
-    def prompt(self, state: DeviceState, row: int, pieces: list[tuple[int, int, int]]) -> None:
-        """Prefill `state.xs` through every layer for one row; pieces are (start, padded size, tokens)."""
+    def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
+        """Prefill `state.xs` through every layer for one row. `on_part(done, total)` between its parts may raise."""
 
     def rows(
         self, state: DeviceState, x: jax.Array | Rows, positions: npt.NDArray[np.int32], active: npt.NDArray[np.bool_]
@@ -44,7 +46,7 @@ class Stepper:
 
     def reset_state(self) -> None:
         """Fresh caches and workspace; the old ones go first, the budget holds one set."""
-        del self._state
+        self._state.free()
         self._state = DeviceState(self._programs.shapes)
 
     def reset_counters(self) -> None:
@@ -52,8 +54,8 @@ class Stepper:
         self.steps = self.rows = 0
         self._state.tally = jnp.zeros_like(self._state.tally)
 
-    def prefill(self, row: int, ids: Sequence[int]) -> None:
-        """Keys and values of a prompt's tokens, at positions 0.. of one row."""
+    def prefill(self, row: int, ids: Sequence[int], on_part: OnPart) -> None:
+        """Keys and values of a prompt's tokens, at positions 0.. of one row; see `Runner.prompt` for `on_part`."""
         if not ids:
             return
         pieces, start, shapes = [], 0, self._programs.shapes
@@ -61,7 +63,7 @@ class Stepper:
             pieces.append((start, size, count))
             start += count
         self._embed_prompt(ids, pieces)
-        self._runner.prompt(self._state, row, pieces)
+        self._runner.prompt(self._state, row, pieces, on_part)
         self._state.xs.block_until_ready()
 
     def step(
@@ -84,7 +86,7 @@ class Stepper:
         """Live slots of every layer [L], summed over the rows decoded since the counters were reset."""
         return np.asarray(self._state.tally).astype(np.int64)
 
-    def _embed_prompt(self, ids: Sequence[int], pieces: list[tuple[int, int, int]]) -> None:
+    def _embed_prompt(self, ids: Sequence[int], pieces: list[Piece]) -> None:
         state, programs, weights = self._state, self._programs, self._weights
         padded = np.zeros(programs.shapes.ctx, np.int32)
         padded[: len(ids)] = ids

@@ -15,14 +15,12 @@ import numpy.typing as npt
 
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.state import DeviceState
-from dynajax.engine.stepper import Rows
+from dynajax.engine.stepper import OnPart, Piece, Rows
 from dynajax.engine.weights import DenseWeights
 from dynajax.pool import DevicePool
 from dynajax.programs import Programs, bucket_of
 
 TIMED_EVERY = 16  # decode steps from one timing of the hot programs to the next
-
-Piece = tuple[int, int, int]  # start, padded size, tokens
 
 
 class HotTimer:
@@ -95,15 +93,15 @@ class ThreadsRunner:
             y_cold = self._cold_rows(layer, h, active) if cold else self._zeros
         return x, y_cold
 
-    def prompt(self, state: DeviceState, row: int, pieces: list[Piece]) -> None:
+    def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
         """Every chunk passes layer i before any passes layer i + 1, so that each cold unit is read once a prompt.
 
         The last layer ends with its keys and values: nothing reads its FFN.
         """
         zeros = [np.zeros((size, self._zeros.shape[1]), np.float32) for _, size, _ in pieces]
-        y_cold = zeros
-        for layer in range(len(self._weights.layers)):
-            last = layer == len(self._weights.layers) - 1
+        y_cold, layers = zeros, len(self._weights.layers)
+        for layer in range(layers):
+            last = layer == layers - 1
             hidden = []
             for piece, y in zip(pieces, y_cold, strict=True):
                 h = self._attend_chunk(state, layer, row, piece, y)
@@ -113,6 +111,7 @@ class ThreadsRunner:
                 if self._cold.has(layer) and not last:
                     hidden.append(np.asarray(h)[: piece[2]].copy())  # a view would keep h on the device
             y_cold = self._cold_chunks(layer, pieces, hidden) if hidden else zeros
+            on_part(layer + 1, layers)
 
     def _hot_rows(self, state: DeviceState, layer: int, x: jax.Array, h: jax.Array, active) -> jax.Array:
         hot = self._programs.get("hot_rows", self._pool.slots[layer])

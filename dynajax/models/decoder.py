@@ -16,8 +16,6 @@ from dynajax.ops.attention import attention, rope
 from dynajax.ops.ffn import activate
 from dynajax.ops.linear import contract, rms_norm
 
-KVPair = tuple[jax.Array, jax.Array]  # k, v [B, S, KV, H]
-
 
 class AttentionBlock(nnx.Module):
     """The half of a layer before its FFN: norm, attention, residual add, and the norm the FFN reads."""

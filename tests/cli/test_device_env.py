@@ -32,31 +32,48 @@ def pool():
 
 
 def test_an_absolute_budget_becomes_a_share_of_the_device(nvidia_smi):
-    calls = nvidia_smi("echo 24576; echo 8192")
+    calls = nvidia_smi("echo 24576, 3; echo 8192, 8000")
     device_env.configure("8GiB")
-    assert pool() == ("0.333333", "true")
+    assert pool() == (f"{8 / 24 + device_env.SURPLUS:.6f}", "true")
     assert calls.read_text().split() == list(device_env.QUERY[1:])
 
 
 @pytest.mark.parametrize("budget", ["900KiB", "7GiB", 2**30 + 1])
-def test_the_share_never_exceeds_the_budget(nvidia_smi, budget):
-    nvidia_smi("echo 24564")
+def test_the_share_holds_the_budget_and_little_more(nvidia_smi, budget):
+    nvidia_smi("echo 24564, 24000")
     device_env.configure(budget)
-    wanted = device_env.parse_budget(budget)
-    assert 0.9 * wanted < float(pool()[0]) * 24564 * 2**20 <= wanted
+    surplus_bytes = float(pool()[0]) * 24564 * 2**20 - device_env.parse_budget(budget)
+    assert 0.029 < surplus_bytes / (24564 * 2**20) < 0.031
 
 
-@pytest.mark.parametrize("budget", ["auto", "0.85", "24GiB", "1TiB"])
-def test_nothing_is_set_for_shares_and_for_budgets_no_device_has(nvidia_smi, budget):
-    nvidia_smi("echo 24576")
+def test_almost_the_whole_device_is_the_most(nvidia_smi):
+    nvidia_smi("echo 24576, 24576")
+    device_env.configure(f"{24576 * 2**20 - 1}B")
+    assert pool() == (f"{device_env.MOST:.6f}", "true")
+
+
+@pytest.mark.parametrize("budget", ["auto", "0.85", 0.5])
+@pytest.mark.parametrize(("free_mib", "fraction"), [(24576, "0.980000"), (18432, "0.740000"), (12288, "0.490000")])
+def test_auto_and_shares_let_jax_use_what_is_free(nvidia_smi, budget, free_mib, fraction):
+    nvidia_smi(f"echo 24576, {free_mib}")
+    device_env.configure(budget)
+    assert pool() == (fraction, "true")
+
+
+@pytest.mark.parametrize(("budget", "free_mib"), [("24GiB", 24000), ("1TiB", 24000), ("auto", 200), ("0.85", 0)])
+def test_nothing_is_set_for_what_no_device_has(nvidia_smi, budget, free_mib):
+    nvidia_smi(f"echo 24576, {free_mib}")
     device_env.configure(budget)
     assert pool() == (None, None)
 
 
-@pytest.mark.parametrize("body", ["exit 9", "echo No devices were found", "echo", "echo '[N/A]'"])
-def test_a_query_without_an_answer_changes_nothing(nvidia_smi, body):
+@pytest.mark.parametrize("budget", ["8GiB", "auto"])
+@pytest.mark.parametrize(
+    "body", ["exit 9", "echo No devices were found", "echo", "echo '[N/A], [N/A]'", "echo 24576", "echo 0, 0"]
+)
+def test_a_query_without_an_answer_changes_nothing(nvidia_smi, body, budget):
     nvidia_smi(body)
-    device_env.configure("8GiB")
+    device_env.configure(budget)
     assert pool() == (None, None)
 
 
@@ -67,7 +84,7 @@ def test_without_the_program_nothing_is_set(nvidia_smi):
 
 @pytest.mark.parametrize("name", device_env.OWN_CHOICE)
 def test_a_choice_of_the_user_stands(nvidia_smi, monkeypatch, name):
-    calls = nvidia_smi("echo 24576")
+    calls = nvidia_smi("echo 24576, 24000")
     monkeypatch.setenv(name, "0.5")
     device_env.configure("8GiB")
     assert [os.environ.get(other) for other in device_env.OWN_CHOICE if other != name] == [None, None]
@@ -75,21 +92,21 @@ def test_a_choice_of_the_user_stands(nvidia_smi, monkeypatch, name):
     assert not calls.exists()
 
 
-def test_the_cpu_backend_is_not_asked_about_gpus(nvidia_smi, monkeypatch):
-    calls = nvidia_smi("echo 24576")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+@pytest.mark.parametrize(("platforms", "asked"), [("cpu", False), ("cpu,cuda", False), ("cuda,cpu", True), ("", True)])
+def test_the_cpu_backend_is_not_asked_about_gpus(nvidia_smi, monkeypatch, platforms, asked):
+    calls = nvidia_smi("echo 24576, 24000")
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
     device_env.configure("8GiB")
-    assert pool() == (None, None)
-    assert not calls.exists()
+    assert (pool() != (None, None)) == calls.exists() == asked
 
 
 def test_the_first_visible_device_is_the_one_asked(nvidia_smi, monkeypatch):
-    calls = nvidia_smi("echo 16384")
+    calls = nvidia_smi("echo 16384, 1024")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    assert device_env.total_bytes() == 2**34
+    assert device_env.device_bytes() == (2**34, 2**30)
     assert "--id=2" in calls.read_text()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert device_env.total_bytes() is None
+    assert device_env.device_bytes() is None
 
 
 def test_a_malformed_budget_is_a_usage_error(nvidia_smi):

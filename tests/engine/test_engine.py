@@ -9,7 +9,7 @@ from dynajax import Engine
 from dynajax.checkpoint import Checkpoint, write_stats
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
-from dynajax.errors import EngineError, MismatchError, NumericalError, UsageError
+from dynajax.errors import EngineError, FitError, MismatchError, NumericalError, UsageError
 from dynajax.testing import load_decoder, make_checkpoint
 from tests.engine.cases import PROMPT, SPECS
 
@@ -76,6 +76,89 @@ def test_stop_ends_after_the_current_token(half):
     assert count == 2
 
 
+def test_an_open_stream_refuses_its_own_thread_and_yields_to_close(models):
+    with Engine.from_pretrained(str(models["relu"]), ctx=256) as engine:
+        stream = engine.stream(PROMPT, max_new_tokens=9)
+        next(stream)
+        with pytest.raises(UsageError, match="a stream of this engine is open"):
+            engine.generate(PROMPT)
+        stream.close()
+        assert len(engine.generate(PROMPT, max_new_tokens=2).token_ids) == 2
+        left_open = engine.stream(PROMPT, max_new_tokens=9)
+        next(left_open)
+    assert list(left_open) == []
+
+
+def test_stop_ends_every_batch_of_a_list(models):
+    with Engine.from_pretrained(str(models["relu"]), ctx=256, batch=2) as engine:
+        step, calls = engine._parts.stepper.step, []
+
+        def stopping(*args):
+            calls.append(1)
+            if len(calls) == 2:
+                engine.stop()
+            return step(*args)
+
+        engine._parts.stepper.step = stopping
+        results = engine.generate([PROMPT] * 3, max_new_tokens=20)
+    assert [(len(r.token_ids), r.finish_reason) for r in results] == [(2, "cancelled")] * 2 + [(0, "cancelled")]
+
+
+def test_stop_during_a_prompt_ends_between_its_layers(models):
+    seen = []
+    with Engine.from_pretrained(str(models["relu"]), ctx=256, progress=lambda *args: seen.append(args)) as engine:
+        attend, calls = engine._parts.runner._attend_chunk, []
+
+        def stopping(*args):
+            calls.append(args[1])
+            if len(calls) == 1:
+                engine.stop()
+            return attend(*args)
+
+        engine._parts.runner._attend_chunk = stopping
+        result = engine.generate([PROMPT[0]] * 8, max_new_tokens=5)
+        assert set(calls) == {0}
+        assert (result.token_ids, result.finish_reason) == ((), "cancelled")
+        engine.generate(PROMPT, max_new_tokens=1)
+    assert [args for args in seen if args[0] == "prefill"][-1] == ("prefill", 100, 100)
+    assert {args[0] for args in seen} == {"compile", "load", "place", "prefill"}
+
+
+def test_a_list_is_checked_before_any_of_it_runs(half, monkeypatch):
+    monkeypatch.setattr(half._parts.stepper, "prefill", lambda *_: pytest.fail("a prompt ran"))
+    with pytest.raises(UsageError, match=r"\[0, 128\)"):
+        half.generate([[5, 6], [7, 999]], max_new_tokens=2)
+
+
+def test_device_errors_become_our_own(half, monkeypatch):
+    from jax.errors import JaxRuntimeError
+
+    for text, kind in (
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.", FitError),
+        ("INTERNAL: x", EngineError),
+    ):
+
+        def failing(*_, text=text):
+            raise JaxRuntimeError(text)
+
+        monkeypatch.setattr(half._parts.stepper, "step", failing)
+        with pytest.raises(kind, match=text.split(":")[0]):
+            half.generate(PROMPT, max_new_tokens=2)
+
+
+def test_the_asked_context_is_the_limit_though_the_cache_is_rounded_up(models):
+    with Engine.from_pretrained(str(models["relu"]), ctx=41) as engine:
+        assert len(engine.generate(PROMPT, max_new_tokens=50).token_ids) == 41 - len(PROMPT)
+        with pytest.raises(UsageError, match="42 tokens, the context 41"):
+            engine.generate([5] * 42)
+
+
+def test_prefill_speed_counts_every_row(models):
+    with Engine.from_pretrained(str(models["relu"]), ctx=256, batch=3) as engine:
+        timings = engine.generate([PROMPT] * 3, max_new_tokens=1)[1].timings
+    assert timings.prefill_tok_s == pytest.approx(3 * (len(PROMPT) - 1) / timings.prefill_s)
+
+
 def test_context_bounds_prompt_and_answer(half):
     with pytest.raises(UsageError, match="257 tokens, the context 256"):
         half.generate([5] * 257)
@@ -90,6 +173,8 @@ def test_context_bounds_prompt_and_answer(half):
         ([128], {}, r"\[0, 128\), got 128"),
         ([-1], {}, "got -1"),
         ("text", {}, "no tokenizer"),
+        (["a", "b"], {}, "no tokenizer"),
+        ([5, "b"], {}, "sequence of token ids"),
         (PROMPT, {"temprature": 1}, "unknown setting 'temprature'"),
         (PROMPT, {"top_p": 0}, "top_p"),
     ],
@@ -105,21 +190,30 @@ def test_empty_prompt_begins_with_bos(half):
     assert half.generate([], max_new_tokens=3).token_ids == half.generate([1], max_new_tokens=3).token_ids
 
 
-def test_a_failed_step_leaves_an_engine_like_new(half, monkeypatch):
-    expected = half.generate(PROMPT, max_new_tokens=4).token_ids
-    run, calls = half._parts.cold.run, []
+def test_a_failed_step_leaves_an_engine_like_new(models, monkeypatch):
+    whole = plan_for(str(models["relu"]), EngineConfig(ctx=256))
+    budget = whole.smallest_budget_bytes + whole.pool // 2
+    with Engine.from_pretrained(str(models["relu"]), vram_budget=budget, ctx=256) as engine:
+        expected = engine.generate(PROMPT, max_new_tokens=4).token_ids
+        run, calls = engine._parts.cold.run, []
 
-    def failing(layer, h):
-        calls.append(layer)
-        if len(calls) == 5:
-            raise OSError("the host failed")
-        return run(layer, h)
+        def failing(layer, h):
+            calls.append(layer)
+            if len(calls) == 5:
+                raise OSError("the host failed")
+            return run(layer, h)
 
-    monkeypatch.setattr(half._parts.cold, "run", failing)
-    with pytest.raises(OSError, match="the host failed"):
-        half.generate(PROMPT, max_new_tokens=4)
-    monkeypatch.undo()
-    assert half.generate(PROMPT, max_new_tokens=4).token_ids == expected
+        monkeypatch.setattr(engine._parts.cold, "run", failing)
+        with pytest.raises(OSError, match="the host failed") as caught:
+            engine.generate(PROMPT, max_new_tokens=4)
+        monkeypatch.undo()
+        assert caught.value.__traceback__ is not None  # and its frames, which refer to the old caches
+        assert engine._parts.meter.sample() <= budget
+        with pytest.raises(UsageError, match="nothing was generated"):
+            _ = engine.last_result
+        result = engine.generate(PROMPT, max_new_tokens=4)
+        assert result.token_ids == expected
+        assert result.memory["peak_bytes"] <= budget
 
 
 def test_an_exception_in_a_callback_keeps_its_type(models):

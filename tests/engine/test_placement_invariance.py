@@ -67,7 +67,7 @@ def logits_with(folder: Path, placement: Placement, sparsity: str) -> np.ndarray
     prepared = replace(prepare(str(folder), config), placement=placement)
     parts = load_parts(Checkpoint.open(folder), prepared, config, lambda *_: None)
     try:
-        parts.stepper.prefill(0, PROMPT[:-1])
+        parts.stepper.prefill(0, PROMPT[:-1], lambda *_: None)
         ids, at = np.array(PROMPT[-1:], np.int32), np.array([len(PROMPT) - 1], np.int32)
         return parts.stepper.step(ids, at, np.ones(1, np.bool_))[0]
     finally:
@@ -108,6 +108,32 @@ def test_a_row_does_not_depend_on_its_company(models):
         together = engine.generate(prompts, max_new_tokens=NEW)
         assert [r.token_ids for r in together] == [ids[:NEW] for ids in alone]
         assert [len(r.token_ids) for r in together] == [NEW] * 3
+
+
+def test_a_row_that_ended_does_not_disturb_the_others(models):
+    """Rows of one batch end at different steps: the second by the context, long before the first."""
+    long, short = list(PROMPT[:3]), [9] * 60
+    settings_ = {"ctx": 64, "vram_budget": budgets(models["relu"])[2]}
+    with Engine.from_pretrained(str(models["relu"]), **settings_) as engine:
+        alone = [engine.generate(p, max_new_tokens=20).token_ids for p in (long, short)]
+    with Engine.from_pretrained(str(models["relu"]), batch=2, **settings_) as engine:
+        together = engine.generate([long, short], max_new_tokens=20)
+    assert [r.token_ids for r in together] == alone
+    assert [len(ids) for ids in alone] == [20, 4]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float16", 0.01), ("bfloat16", 0.06)])
+def test_16_bit_devices_round_what_the_host_does_not(models, dtype, bound):
+    """With 16-bit weights on the device its products take 16-bit inputs; all-hot and all-cold differ by that much."""
+    settings_ = {"ctx": 256, "dtype": dtype, "host_dtype": dtype}
+    expected = reference_logits(models["relu"], PROMPT)[-1]
+    for policy in ("static", "none"):
+        with Engine.from_pretrained(str(models["relu"]), policy=policy, **settings_) as engine:
+            parts = engine._parts
+            parts.stepper.prefill(0, PROMPT[:-1], lambda *_: None)
+            ids, at = np.array(PROMPT[-1:], np.int32), np.array([len(PROMPT) - 1], np.int32)
+            logits = parts.stepper.step(ids, at, np.ones(1, np.bool_))[0]
+        assert np.abs(logits - expected).max() <= bound * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("host_dtype", ["float16", "bfloat16"])

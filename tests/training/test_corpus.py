@@ -134,10 +134,7 @@ def test_osis_becomes_chapters_without_notes_and_verse_keeps_its_lines():
 
 def test_bible_is_read_from_its_blocks_old_testament_first():
     packed = zlib.compress(OSIS.encode())
-    old = {
-        "m/ot.bzs": struct.pack("<6I", 0, 0, 0, 0, len(packed), len(OSIS)),
-        "m/ot.bzz": packed,
-    }
+    old = {"m/ot.bzs": struct.pack("<6I", 0, 0, 0, 0, len(packed), len(OSIS)), "m/ot.bzz": packed}
     new = {"m/nt.bzs": b"", "m/nt.bzz": b""}
     assert corpus.extract_web_bible({**new, **old}) == RUTH
 
