@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dynajax.cli import device_env
+from dynajax.cli.interrupts import Interrupts
 from dynajax.cli.options import EngineFlags, OutputFlags
-from dynajax.cli.output import Answer, figure, note, progress, size, table, write_json, write_out
+from dynajax.cli.output import Answer, Progress, figure, note, progress, size, table, write_json, write_out
 from dynajax.cli.plan import budget_rows
 from dynajax.errors import UsageError
 
@@ -70,13 +72,18 @@ def generate(
     params, config = sampling.params(), engine.config()
     device_env.configure(config.vram_budget)
     given, ctx_tokens = read_prompt(engine.model, prompt, params, config.ctx)
+    interrupts: Interrupts = context.obj
+    interrupts.hold()
     from dynajax import Engine
 
     settings: dict[str, Any] = asdict(replace(config, ctx=ctx_tokens))
     if not show.json:
         settings["on_plan"] = show_plan
-    with closing(progress()) as report, Engine.from_pretrained(engine.model, progress=report, **settings) as llm:
-        context.obj.ask(llm.stop)
+    with (
+        closing(progress()) as report,
+        Engine.from_pretrained(engine.model, progress=watch(report, interrupts), **settings) as llm,
+    ):
+        interrupts.ask(llm.stop)
         with closing(Answer(stream=not show.no_stream and not show.json, silent=show.json)) as answer:
             for event in llm.stream(given, **asdict(params)):
                 report.close()
@@ -88,7 +95,7 @@ def generate(
         if result["text"] is None:
             write_out(" ".join(map(str, result["token_ids"])) + "\n")
         note(summary(result))
-    context.obj.check()
+    interrupts.check()
 
 
 def read_prompt(
@@ -121,6 +128,17 @@ def read_prompt(
     return given, ctx or prompts.default_ctx(len(ids) + begin, params.max_new_tokens, spec.max_positions)
 
 
+def watch(report: Progress, interrupts: Interrupts) -> Callable[[str, int, int], None]:
+    """`report`, ending the command at the next step of opening a model after a signal; a prompt ends by `stop`."""
+
+    def step(stage: str, done: int, total: int) -> None:
+        report(stage, done, total)
+        if stage != "prefill":
+            interrupts.check()
+
+    return step
+
+
 def show_plan(memory: MemoryPlan) -> None:
     """The budget table on stderr, before anything is loaded."""
     note(table(budget_rows(memory)))
@@ -133,7 +151,8 @@ def summary(result: dict[str, Any]) -> str:
     lines = (
         f"{len(result['token_ids'])} tokens ({finish}) after a prompt of {result['prompt_tokens']}; "
         f"policy {result['policy']}, sparsity {result['sparsity']}, seed {result['seed']}",
-        f"prefill {figure(timings['prefill_tok_s'])} tok/s, decode {figure(timings['decode_tok_s'])} tok/s",
+        f"prefill {figure(timings['prefill_tok_s'])} tok/s, decode {figure(timings['decode_tok_s'])} tok/s; "
+        f"loading {timings['load_s']:.1f} s, compiling {timings['compile_s']:.1f} s",
         f"hot share {figure(hot_share, '.1%')}, cold share of FFN time {figure(cold_share, '.1%')}",
         f"device memory: peak {size(memory['peak_bytes'])} of a budget of {size(memory['budget_bytes'])}",
     )

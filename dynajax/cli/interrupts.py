@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+SHOW_CURSOR = b"\x1b[?25h\n"  # a progress bar hides it
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -19,10 +21,15 @@ class Interrupted(BaseException):
 
 
 class Interrupts:
-    """Handles both signals while open. Before `ask` is called, and at a second signal, `Interrupted` is raised."""
+    """Handles both signals while open.
+
+    Before `hold` a signal raises `Interrupted` where it arrives. From then on jax may be at work, through which no
+    exception may pass: the first signal is noted for `check` and asks the engine to stop, the second ends the process.
+    """
 
     def __init__(self) -> None:
         self._caught: int | None = None
+        self._held = False
         self._stop: Callable[[], None] | None = None
         self._previous: dict[int, Any] = {}
 
@@ -34,9 +41,14 @@ class Interrupts:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
+    def hold(self) -> None:
+        """From now on a signal waits for `check`."""
+        self._held = True
+
     def ask(self, stop: Callable[[], None]) -> None:
-        """From now on the first signal calls `stop`; whoever asked looks at `check` afterwards."""
-        self._stop = stop
+        """From now on the first signal calls `stop` too; raises what was held back before."""
+        self._held, self._stop = True, stop
+        self.check()
 
     def check(self) -> None:
         """Raise what was held back."""
@@ -44,7 +56,11 @@ class Interrupts:
             raise Interrupted(self._caught)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        first, self._caught = self._caught is None, signum
-        if not first or self._stop is None:
+        if not self._held:
             raise Interrupted(signum)
-        self._stop()
+        if self._caught is not None:
+            os.write(2, SHOW_CURSOR if os.isatty(2) else b"\n")
+            os._exit(128 + signum)
+        self._caught = signum
+        if self._stop is not None:
+            self._stop()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import typer
+
 from dynajax.cli import device_env
 from dynajax.cli.options import EngineFlags, OutputFlags
 from dynajax.cli.output import size, table, write_json, write_out
@@ -12,13 +14,15 @@ if TYPE_CHECKING:
     from dynajax.budget import MemoryPlan
 
 
-def plan(engine: EngineFlags, output: OutputFlags) -> None:
+def plan(context: typer.Context, engine: EngineFlags, output: OutputFlags) -> None:
     """Show what a model would take of the device and of the host. Loads no weights."""
     config = engine.config()
     device_env.configure(config.vram_budget)
+    context.obj.hold()
     from dynajax.engine import plan_for
 
     memory = plan_for(engine.model, config)
+    context.obj.check()
     if output.json:
         write_json(memory.to_json())
         return

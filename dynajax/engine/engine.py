@@ -173,14 +173,17 @@ class Engine:
             yield from events
 
     def _prefill(self, parts: Parts, row: Continuation, index: int, rows: int) -> None:
-        """One row's prompt; between its parts, progress in percent and a look at the stop flag."""
+        """One row's prompt but for its last token; between its parts, progress in percent and a look at the stop flag."""
 
         def on_part(done: int, total: int) -> None:
             parts.progress("prefill", (100 * (index * total + done)) // (rows * total), 100)
             if self._stopped:
                 raise _Stopped
 
-        parts.stepper.prefill(index, row.prompt[:-1], on_part)
+        if len(row.prompt) > 1:
+            parts.stepper.prefill(index, row.prompt[:-1], on_part)
+        else:
+            on_part(1, 1)  # the only token is the first step's
 
     def _finish(self, parts: Parts, rows: Sequence[Continuation], phases: Phases) -> None:
         for row in rows:

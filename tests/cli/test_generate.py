@@ -126,7 +126,7 @@ def test_a_signal_ends_the_stream_and_keeps_the_text(model, signum, code):
 def test_a_signal_in_json_mode_still_gives_the_object(model):
     with start(model, "--max-new-tokens", "500", "--temperature", "1", "--seed", "1", "--json") as child:
         for line in child.stderr:
-            if line.startswith("prefill: 1/1"):
+            if line.startswith("prefill: 100/100"):
                 break
         child.send_signal(signal.SIGINT)
         out, _ = child.communicate(timeout=30)

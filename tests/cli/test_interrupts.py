@@ -25,8 +25,9 @@ def test_a_signal_raises_while_nobody_was_asked(signum, code):
 
 
 @BOTH
-def test_the_first_signal_asks_and_the_second_raises(signum, code):
+def test_the_first_signal_asks_and_the_second_ends_the_process(signum, code, monkeypatch):
     asked = []
+    monkeypatch.setattr("dynajax.cli.interrupts.os._exit", sys.exit)
     with Interrupts() as interrupts:
         interrupts.check()
         interrupts.ask(lambda: asked.append(1))
@@ -34,10 +35,35 @@ def test_the_first_signal_asks_and_the_second_raises(signum, code):
         assert asked == [1]
         with pytest.raises(Interrupted) as held:
             interrupts.check()
-        with pytest.raises(Interrupted):
+        with pytest.raises(SystemExit, match="143"):
             send(signal.SIGTERM)
     assert asked == [1]
     assert held.value.exit_code == code
+
+
+@BOTH
+def test_a_signal_while_jax_is_at_work_waits_for_the_next_look(signum, code):
+    """An exception thrown into the middle of a compilation crashes the process at its end."""
+    with Interrupts() as interrupts:
+        interrupts.hold()
+        send(signum)
+        for look in (interrupts.check, lambda: interrupts.ask(lambda: None)):
+            with pytest.raises(Interrupted) as caught:
+                look()
+            assert caught.value.exit_code == code
+
+
+@BOTH
+@pytest.mark.parametrize("delay_s", [0.7, 1.6, 2.4])
+def test_generate_ends_with_the_code_whatever_it_was_doing(signum, code, delay_s):
+    command = [sys.executable, "scripts/generate.py", "--prompt", "Once upon", "--max-new-tokens", "400"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        time.sleep(delay_s)
+        child.send_signal(signum)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == code, err
+    assert "Traceback" not in err
+    assert "interrupted" in err
 
 
 def test_handlers_are_put_back():
