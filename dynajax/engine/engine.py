@@ -173,7 +173,7 @@ class Engine:
             yield from events
 
     def _prefill(self, parts: Parts, row: Continuation, index: int, rows: int) -> None:
-        """One row's prompt but for its last token; between its parts, progress in percent and a look at the stop flag."""
+        """One row's prompt but for its last token; between its parts progress in percent and a look at the flag."""
 
         def on_part(done: int, total: int) -> None:
             parts.progress("prefill", (100 * (index * total + done)) // (rows * total), 100)

@@ -55,7 +55,7 @@ class Stepper:
         self._state.tally = jnp.zeros_like(self._state.tally)
 
     def prefill(self, row: int, ids: Sequence[int], on_part: OnPart) -> None:
-        """Keys and values of one or more tokens of a prompt, at positions 0.. of one row; see `Runner.prompt` for `on_part`."""
+        """Keys and values of a prompt's tokens (at least one), at positions 0.. of one row; `on_part`: see `Runner`."""
         pieces, start, shapes = [], 0, self._programs.shapes
         for size, count in split_chunks(len(ids), shapes.chunks, shapes.ctx):
             pieces.append((start, size, count))
