@@ -94,7 +94,7 @@ def generate(
     else:
         if result["text"] is None:
             write_out(" ".join(map(str, result["token_ids"])) + "\n")
-        note(summary(result))
+        note(summary(result, params.max_new_tokens))
     interrupts.check()
 
 
@@ -144,9 +144,11 @@ def show_plan(memory: MemoryPlan) -> None:
     note(table(budget_rows(memory)))
 
 
-def summary(result: dict[str, Any]) -> str:
-    """The figures of a generation in a few lines, from its JSON object."""
+def summary(result: dict[str, Any], asked: int) -> str:
+    """The figures of a generation in a few lines, from its JSON object; `asked`: how many tokens were wanted."""
     timings, memory, finish = result["timings"], result["memory"], result["finish_reason"]
+    if finish == "length" and len(result["token_ids"]) < asked:
+        finish = "the context is full"
     hot_share, cold_share = result["units"]["hot_share"], result["ffn"]["cold_share"]
     lines = (
         f"{len(result['token_ids'])} tokens ({finish}) after a prompt of {result['prompt_tokens']}; "

@@ -27,7 +27,8 @@ def plan(context: typer.Context, engine: EngineFlags, output: OutputFlags) -> No
         write_json(memory.to_json())
         return
     rows = budget_rows(memory)
-    rows.append(("smallest budget", size(memory.smallest_budget_bytes)))
+    smallest = memory.smallest_budget_bytes
+    rows.append(("smallest budget", f"{size(smallest)} ({smallest}B)"))  # what can be typed must work: no rounding
     rows += [(f"host {name}", size(count)) for name, count in memory.host.items()]
     rows.append(("units on the device", f"{memory.units_resident} of {memory.units_total}"))
     write_out(table(rows) + "\n")

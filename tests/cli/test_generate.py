@@ -69,6 +69,12 @@ def test_a_model_without_a_tokenizer_gives_ids(command, bare_model):
     assert "has no tokenizer: give --prompt-ids" in ended.err
 
 
+def test_a_full_context_is_named(command, bare_model):
+    argv = ("--model", bare_model, "--prompt-ids", "random:5", "--ctx", 8)
+    assert "3 tokens (the context is full)" in command("generate", *argv, "--max-new-tokens", 50).err
+    assert "2 tokens (length)" in command("generate", *argv, "--max-new-tokens", 2).err
+
+
 def test_the_prompt_can_come_from_a_file_of_ids(command, bare_model, tmp_path):
     (tmp_path / "ids").write_text("5 6 7")
     argv = ("--model", bare_model, "--prompt-ids", tmp_path / "ids", "--max-new-tokens", 0, "--json")

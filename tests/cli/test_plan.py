@@ -38,6 +38,8 @@ def test_the_table_names_every_item(command, model):
     for name in ("dense", "kv", "pool", "scratch", "margin", "budget", "smallest budget", "host units"):
         assert name in ended.out
     assert f"{UNITS} of {UNITS}" in ended.out
+    least = command("plan", "--model", model, "--ctx", 256, "--json").json("plan")["smallest_budget_bytes"]
+    assert f"({least}B)" in ended.out  # a rounded figure would be refused when typed
 
 
 def test_a_share_of_the_gpu_needs_a_gpu(command, model):
