@@ -85,7 +85,9 @@ def generate(
     ):
         interrupts.ask(llm.stop)
         with closing(Answer(stream=not show.no_stream and not show.json, silent=show.json)) as answer:
-            for event in llm.stream(given, **asdict(params)):
+            events = llm.stream(given, **asdict(params))  # forgets an earlier stop
+            interrupts.check()
+            for event in events:
                 report.close()
                 answer.add(event.text)
         result = llm.last_result.to_json()
