@@ -98,7 +98,8 @@ def _card(facts: dict[str, Any], measured: Measurements) -> str:
         f"- Training: `scripts/train_tiny.py --minutes {facts['minutes']:g}`, seed {facts['seed']}: {facts['steps']:,} "
         f"steps, {facts['tokens']:,} tokens, context 256, on {facts['machine']}.",
         "- Beside the cross-entropy, small terms shape the neurons' activity: none dead, some frequent, many rare "
-        "(`PHASES` in `dynajax/training/loop.py`; `docs/log.md` says how they were found).",
+        "(`PHASES` in `dynajax/training/loop.py`). They were adjusted during the run while watching the table of "
+        "sparsity below (`docs/log.md`), so that table is not an independent measurement.",
         "- Weights bfloat16; tokenizer: byte-level BPE of 4,096 tokens trained on the same text, "
         "`<|endoftext|>` (id 0) before every document.",
         "- Licence: Apache-2.0 for the weights; the texts are in the public domain or CC0 (below).",
