@@ -73,11 +73,6 @@ class Checkpoint:
         """How many parameters the model has; a tied head counts once."""
         return sum(int(np.prod(stored.shape, dtype=np.int64)) for stored in self.tensors.values())
 
-    @property
-    def weight_bytes(self) -> int:
-        """What the weights take as stored."""
-        return sum(stored.nbytes for stored in self.tensors.values())
-
     def fingerprint(self) -> str:
         """64 hex digits that name these weights: predictors and statistics are made for one fingerprint.
 

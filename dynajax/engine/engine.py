@@ -163,12 +163,12 @@ class Engine:
 
     def _generate(self, parts: Parts, rows: Sequence[Continuation], phases: Phases) -> Generator[tuple[int, Event]]:
         parts.reset_counters()
-        with phases.prefill(), contextlib.suppress(_Stopped):
+        with phases.clock("prefill_s"), contextlib.suppress(_Stopped):
             for index, row in enumerate(rows):
                 self._prefill(parts, row, index, len(rows))
         parts.reset_counters()
         while any(row.finish_reason is None for row in rows) and not self._stopped:
-            with phases.decode():
+            with phases.clock("decode_s"):
                 events = self._step(parts, rows)
             yield from events
 

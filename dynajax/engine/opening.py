@@ -125,8 +125,13 @@ def load_parts(
     spec, programs, placement = prepared.spec, prepared.programs, prepared.placement
     device = jax.local_devices()[0]
     meter = PeakMeter(device)
-    weights = load_dense(checkpoint, programs, device, prepared.host_dtype)
-    store = load_store(checkpoint, prepared.host_dtype, lambda layer: progress("load", layer + 1, spec.layers))
+
+    def loaded(before: int) -> Callable[[int], None]:
+        """Attention of every layer first, then every layer's FFN: twice as many steps as layers."""
+        return lambda layer: progress("load", before + layer + 1, 2 * spec.layers)
+
+    weights = load_dense(checkpoint, programs, device, prepared.host_dtype, loaded(0))
+    store = load_store(checkpoint, prepared.host_dtype, loaded(spec.layers))
     pool = DevicePool(placement.slots, spec.ffn_parts, 1, spec.hidden, programs.shapes.pool_type, spec.ffn)
     host = open_pool(host_threads(config))
     cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from dynajax.policy.placement import block_units, place_static
 from dynajax.programs import Programs, Shapes
 from dynajax.programs.shapes import round_ctx
 from dynajax.transfer import fill_piece
+
+log = logging.getLogger(__name__)
 
 DEFAULT_CTX = 4096
 
@@ -68,6 +71,8 @@ def prepare(
     policy = "static" if config.policy == "auto" else config.policy
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
     placement = place_static(frequency, unit, pool_bytes if policy == "static" else 0)
+    if config.stats == "auto" and not frequency.any() and 0 < placement.resident < frequency.size:
+        log.warning("no activation statistics in %s: neurons are placed by their number", folder)
     memory = MemoryPlan(
         model=model,
         budget_bytes=total,
@@ -194,8 +199,8 @@ def resolve_sparsity(config: EngineConfig, spec: ModelSpec) -> str:
 def load_frequency(
     stats: str, folder: Path, spec: ModelSpec, fingerprint: str | None
 ) -> npt.NDArray[np.float32]:  # [L, F]
-    """Activation frequencies from a file or the model folder; all equal where there are none."""
+    """Activation frequencies from a file or the model folder; all zero where there are none."""
     path = folder / STATS_NAME if stats == "auto" else Path(stats)
     if stats == "none" or (stats == "auto" and not path.exists()):
-        return np.ones((spec.layers, spec.ffn), np.float32)
+        return np.zeros((spec.layers, spec.ffn), np.float32)
     return read_stats(path, spec, fingerprint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from dynajax.engine.continuation import Continuation
 from dynajax.engine.opening import Parts
@@ -19,17 +20,8 @@ class Phases:
         self.prefill_s = self.decode_s = 0.0
 
     @contextmanager
-    def prefill(self) -> Generator[None]:
-        with self._clock("prefill_s"):
-            yield
-
-    @contextmanager
-    def decode(self) -> Generator[None]:
-        with self._clock("decode_s"):
-            yield
-
-    @contextmanager
-    def _clock(self, name: str) -> Generator[None]:
+    def clock(self, name: Literal["prefill_s", "decode_s"]) -> Generator[None]:
+        """Add the time inside the block to one of the two."""
         programs = self._parts.prepared.programs
         start, compiled = time.perf_counter(), programs.compile_s
         try:

@@ -107,7 +107,8 @@ class ThreadsRunner:
                 h = self._attend_chunk(state, layer, row, piece, y)
                 if not last:
                     self._hot_chunk(state, layer, h, piece[0])
-                self._on_full()
+                if piece[0] == 0:  # the widest chunk's h is alive
+                    self._on_full()
                 if self._cold.has(layer) and not last:
                     hidden.append(np.asarray(h)[: piece[2]].copy())  # a view would keep h on the device
             y_cold = self._cold_chunks(layer, pieces, hidden) if hidden else zeros

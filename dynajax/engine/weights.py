@@ -35,7 +35,7 @@ def load_dense(
     programs: Programs,
     device: jax.Device,
     host_dtype: str,
-    on_layer: Callable[[int], None] | None = None,
+    on_layer: Callable[[int], None],
 ) -> DenseWeights:
     """Read and send; each tensor leaves host memory before the next is read."""
     dtype = programs.shapes.dtype
@@ -49,8 +49,7 @@ def load_dense(
     for layer in range(checkpoint.spec.layers):
         named = checkpoint.attention(layer, dtype)
         layers.append(tuple(send(named.pop(name)) for name in programs.leaf_names))
-        if on_layer is not None:
-            on_layer(layer)
+        on_layer(layer)
     head = checkpoint.head(dtype)
     table = send(checkpoint.embed(dtype) if head is None else head)
     host_embed = None if head is None else checkpoint.embed(host_dtype)

@@ -34,7 +34,7 @@ def test_json_is_the_committed_schema(command, model, budget):
     assert 0 < result["units"]["hot_share"] < 1
     assert result["memory"]["peak_bytes"] <= result["memory"]["budget_bytes"]
     assert result["memory"]["pool_bytes"] > 0
-    assert "load: 3/3\n" in ended.err
+    assert "load: 6/6\n" in ended.err  # attention, then FFN, of each of three layers
     assert "budget" not in ended.err
 
 

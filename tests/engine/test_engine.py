@@ -272,6 +272,15 @@ def test_statistics_steer_placement_and_strangers_are_refused(models, tmp_path):
         Engine.from_pretrained(str(other), **settings)
 
 
+def test_a_placement_without_statistics_says_so(models, caplog):
+    whole = plan_for(str(models["relu"]), EngineConfig(ctx=256))
+    assert caplog.messages == []  # everything fits: nothing was lost
+    plan_for(str(models["relu"]), EngineConfig(ctx=256, vram_budget=whole.smallest_budget_bytes + whole.pool // 2))
+    assert ["no activation statistics" in message for message in caplog.messages] == [True]
+    plan_for("tiny-relullama", EngineConfig(ctx=256, vram_budget="16.5MiB"))
+    assert len(caplog.messages) == 1
+
+
 def test_policy_none_keeps_the_device_empty(models):
     with Engine.from_pretrained(str(models["relu"]), policy="none", ctx=256) as engine:
         assert engine.stats()["pool_slots"] == [0] * SPECS["relu"].layers
