@@ -8,9 +8,10 @@ DEMO_PROMPT ?= Call me Ishmael. Some years ago
 
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 STAMP := $(VENV)/.installed-$(or $(VERSION),none)
-SOURCES := pyproject.toml setup.py $(wildcard hostcompute/src/*.cpp hostcompute/src/*.h)
+SOURCES := pyproject.toml setup.py $(wildcard hostcompute/*src/*.cpp hostcompute/*src/*.h)
 
 .PHONY: demo test lint build clean help
 .DEFAULT_GOAL := help
@@ -27,7 +28,12 @@ lint: build  ## ruff, the formatter and the type checker
 	$(BIN)/ruff format --check
 	$(BIN)/ty check
 
-build: $(STAMP)  ## make .venv with the package, its test tools and the C++ library
+build: $(STAMP)  ## make .venv with the package, its test tools and the C++ libraries
+
+# The FFI handler has to be built against the jaxlib that will load it, so that one is installed before and the build
+# is not isolated from it.
+export BUILD_REQUIREMENTS := import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
 
 # The name of the stamp holds the Python version: another PYTHON makes another .venv.
 $(STAMP): $(SOURCES)
@@ -38,15 +44,19 @@ $(STAMP): $(SOURCES)
 		echo "$(VENV) is not Python $(VERSION): making it anew"; rm -rf $(VENV); }
 	@[ -d $(VENV) ] || $(PYTHON) -m venv $(VENV) || { \
 		rm -rf $(VENV); echo "error: $(PYTHON) -m venv failed (on Debian: apt install python3-venv)" >&2; exit 2; }
-	@rm -f hostcompute/_native*.so
+	@rm -f hostcompute/_native*.so hostcompute/_ffi*.so
 	@echo "installing into $(VENV), this takes minutes the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@$(BIN)/python -c "$$BUILD_REQUIREMENTS" > $(VENV)/build-requirements.txt
+	@$(PIP) --requirement $(VENV)/build-requirements.txt
+	@$(PIP) --no-build-isolation --editable '.[test]'
 	@ls hostcompute/_native*.so >/dev/null 2>&1 || echo "note: the C++ library was not built (no compiler?):" \
 		"everything works, the host computes in NumPy, slower; '$(BIN)/python setup.py build_ext --inplace' says why"
+	@$(BIN)/python -c 'import sys; from hostcompute.ffi import unavailable as u; u() and sys.exit(u())' || echo "note:" \
+		"without the FFI handler the host's half cannot be called inside a program on the CPU backend"
 	@rm -f $(VENV)/.installed-* && touch $@
 
 clean:  ## remove .venv and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis hostcompute/_native*.so
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis hostcompute/_native*.so hostcompute/_ffi*.so
 	find dynajax hostcompute predictors scripts tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 help:  ## this list

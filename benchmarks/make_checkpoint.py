@@ -89,7 +89,7 @@ def attend(x: F32, weights: dict[str, F32], spec: ModelSpec) -> F32:
     rows, length, hidden = x.shape
     flat, size, shared = normed(x).reshape(-1, hidden), spec.head_dim, spec.heads // spec.kv_heads
     q, k, v = ((flat @ weights[name].T).reshape(rows, length, -1, size) for name in ("q", "k", "v"))
-    q, k = rotate(q, spec.rope_theta), rotate(k, spec.rope_theta)
+    q, k = rotate(q, spec.rope.theta), rotate(k, spec.rope.theta)
     future = np.triu(np.full((length, length), -1e30, np.float32), 1)
     mixed = np.empty((rows, length, spec.heads, size), np.float32)
     for row, head in np.ndindex(rows, spec.heads):
@@ -342,7 +342,7 @@ def _config(spec: ModelSpec, recipe: Recipe) -> dict[str, object]:
         "max_position_embeddings": spec.max_positions,
     }
     kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "relu", "dtype": spec.dtype}
-    numbers = {"rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope_theta, "bos_token_id": 1, "eos_token_id": 2}
+    numbers = {"rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope.theta, "bos_token_id": 1, "eos_token_id": 2}
     return {**kind, **sizes, **numbers, "tie_word_embeddings": False, "synthetic": asdict(recipe)}
 
 

@@ -14,13 +14,12 @@ MARGIN_SHARE, MARGIN_BYTES = 0.03, 64 * 2**20
 
 
 def dense_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Everything on the device that is neither FFN nor cache: attention, norms, and the head's table.
+    """Everything on the device that is neither a unit nor cache: attention, norms, and the head's table.
 
-    An untied embedding table stays on the host; a tied one is the head and counts once.
+    An untied embedding table stays on the host, and learned positions with it; a tied one is the head and counts once.
     """
-    q_dim, kv_dim = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    block = spec.hidden * (2 * q_dim + 2 * kv_dim + 2)
-    return (spec.layers * block + spec.hidden * (spec.vocab + 1)) * DTYPE_BYTES[dtype]
+    count = spec.layers * spec.block_parameters + spec.norm_parameters + spec.hidden * spec.vocab
+    return (count + (spec.position_parameters if spec.tied else 0)) * DTYPE_BYTES[dtype]
 
 
 def kv_bytes(spec: ModelSpec, dtype: str, ctx: int, batch: int) -> int:
@@ -30,19 +29,20 @@ def kv_bytes(spec: ModelSpec, dtype: str, ctx: int, batch: int) -> int:
 
 def unit_bytes(spec: ModelSpec, dtype: str) -> int:
     """One neuron: a row of each part."""
-    return spec.ffn_parts * spec.hidden * DTYPE_BYTES[dtype]
+    return spec.ffn_parts * spec.unit_width * DTYPE_BYTES[dtype]
 
 
 def workspace_bytes(spec: ModelSpec, ctx: int, batch: int, chunk: int) -> int:
     """Activations outside any program: the prompt's residual stream, one chunk's FFN input, a step's rows."""
-    rows = batch * (3 * spec.hidden + spec.vocab)
-    return 4 * (spec.hidden * (ctx + chunk) + rows + spec.layers)
+    rows = batch * (spec.hidden + 2 * spec.unit_width + spec.vocab)
+    return 4 * (spec.hidden * ctx + spec.unit_width * chunk + rows + spec.layers)
 
 
-def host_bytes(spec: ModelSpec, host_dtype: str) -> dict[str, int]:
-    """What stays in host memory for good: every FFN unit, and an untied embedding table."""
-    arena = spec.layers * spec.ffn * unit_bytes(spec, host_dtype)
-    embed = 0 if spec.tied else spec.vocab * spec.hidden * DTYPE_BYTES[host_dtype]
+def host_bytes(spec: ModelSpec, host_dtype: str, *, resident: bool = False) -> dict[str, int]:
+    """What stays in host memory for good: every FFN unit, unless all are on the device, and the tables of an untied
+    embedding."""
+    arena = 0 if resident else spec.layers * spec.ffn * unit_bytes(spec, host_dtype)
+    embed = 0 if spec.tied else (spec.vocab * spec.hidden + spec.position_parameters) * DTYPE_BYTES[host_dtype]
     return {"units": arena, "embed": embed}
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dynajax.checkpoint import Checkpoint
 from dynajax.checkpoint.reading import numpy_dtype
+from dynajax.config import ModelSpec
 from dynajax.errors import FitError
 
 
@@ -37,7 +38,7 @@ def allocate_arena(shape: tuple[int, ...], dtype: str | npt.DTypeLike) -> npt.ND
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostStore:
-    """The units of every layer. `arenas[layer][unit]` is one unit, [P, W, D], contiguous."""
+    """The units of every layer. `arenas[layer][unit]` is one unit, [P, W, D], contiguous. Empty: all on the device."""
 
     arenas: Sequence[npt.NDArray]  # L arrays [F, P, W, D]
 
@@ -56,12 +57,18 @@ class HostStore:
 
     def check(self) -> None:
         """Assert what the gather and the transfer rely on: equal shapes, one type, contiguous and page-aligned."""
-        first = self.arenas[0]
         for layer, arena in enumerate(self.arenas):
+            first = self.arenas[0]
             assert arena.ndim == 4, (layer, arena.shape)
             assert arena.shape == first.shape and arena.dtype == first.dtype, (layer, arena.shape, arena.dtype)
             assert arena.flags.c_contiguous, layer
             assert arena.ctypes.data % mmap.PAGESIZE == 0, layer
+
+
+def one_arena(spec: ModelSpec, dtype: str) -> HostStore:
+    """A store whose layers share one arena: each is read, sent to the device and overwritten by the next."""
+    arena = allocate_arena((spec.ffn, spec.ffn_parts, 1, spec.unit_width), dtype)
+    return HostStore((arena,) * spec.layers)
 
 
 def load_store(
@@ -73,7 +80,7 @@ def load_store(
     spec = checkpoint.spec
     arenas = []
     for layer in range(spec.layers):
-        arena = allocate_arena((spec.ffn, spec.ffn_parts, 1, spec.hidden), dtype)
+        arena = allocate_arena((spec.ffn, spec.ffn_parts, 1, spec.unit_width), dtype)
         checkpoint.fill_bundle(layer, arena)
         arenas.append(arena)
         if on_layer is not None:

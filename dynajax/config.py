@@ -8,12 +8,16 @@ from typing import Any, Literal, get_args
 
 from dynajax.errors import UsageError
 
-ActivationKind = Literal["relu", "fatrelu", "silu"]
+ActivationKind = Literal["relu", "fatrelu", "silu", "drelu"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+NormKind = Literal["rms", "layer"]
+Layout = Literal["llama", "opt", "falcon"]
 Sparsity = Literal["auto", "dense", "exact"]
-HostMode = Literal["threads", "callback"]
+HostMode = Literal["auto", "threads", "callback", "ffi"]
 PolicyName = Literal["auto", "static", "none"]
 DTypeName = Literal["float32", "float16", "bfloat16"]
 
+BIAS_COLUMNS = 32  # a whole cache line of any type, so that rows stay aligned
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -28,7 +32,10 @@ def check_number(name: str, value: Any, low: float, high: float, *, whole: bool 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """The FFN's non-linearity. fatrelu: x where x >= threshold, else 0 (not shifted; ProSparse)."""
+    """The FFN's non-linearity, on the gate (on up where there is no gate).
+
+    fatrelu: x where x >= threshold, else 0 (not shifted; ProSparse). drelu: relu on the gate and on up (TurboSparse).
+    """
 
     kind: ActivationKind = "relu"
     threshold: float = 0.0
@@ -40,10 +47,38 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary positions: the base, and how a longer context than the trained one stretches them.
+
+    linear: every angle / factor. llama3: slow frequencies / factor, fast ones kept, a ramp between (`low_freq`,
+    `high_freq`, in turns per original context). yarn: the same idea with `beta_slow` and `beta_fast` turns, and
+    cosine and sine scaled by `attention_factor` (Peng et al. 2023, section 3).
+    """
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_positions: int = 0  # trained context, for llama3 and yarn
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True  # yarn: the ramp's ends rounded to whole frequencies
+
+    def __post_init__(self) -> None:
+        if not self.theta > 0 or not self.factor > 0:
+            raise ValueError(f"rope theta and factor must be > 0, got {self.theta} and {self.factor}")
+        if self.kind in ("llama3", "yarn") and self.original_positions < 1:
+            raise ValueError(f"{self.kind} needs original_positions >= 1, got {self.original_positions}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The shape of a decoder-only model, read from `config.json` and from nothing else.
 
-    Letters as everywhere: L layers, D hidden, F FFN neurons, N heads, H head size, V vocabulary.
+    Letters as everywhere: L layers, D hidden, F FFN neurons, N heads, H head size, V vocabulary. What differs from
+    family to family is a field here, and one decoder computes them all.
     """
 
     layers: int
@@ -53,9 +88,22 @@ class ModelSpec:
     kv_heads: int
     head_dim: int
     vocab: int
+    layout: Layout = "llama"  # how the checkpoint names and fuses its tensors
     activation: Activation = Activation()
-    rope_theta: float = 10_000.0
+    gated: bool = True  # down(act(gate h) * up h); without a gate down(act(up h))
+    norm: NormKind = "rms"  # layer: mean removed, and a bias
     norm_eps: float = 1e-5
+    rope: Rope | None = Rope()  # None: learned positions, added to the embeddings
+    window: int | None = None  # a query sees this many tokens, itself included; None: all before it
+    qkv_bias: bool = False
+    o_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False  # RMS norm of every head's query and key before they are rotated
+    parallel: bool = False  # attention and FFN read the same residual stream
+    shared_norm: bool = False  # parallel: through the same norm
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of attention's and the FFN's output
+    logit_scale: float = 1.0
     tied: bool = False
     max_positions: int = 2048
     dtype: DTypeName = "float32"
@@ -64,8 +112,34 @@ class ModelSpec:
 
     @property
     def ffn_parts(self) -> int:
-        """P: rows per neuron; gate, up and down."""
-        return 3
+        """P: rows per neuron; gate, up and down, or up and down."""
+        return 3 if self.gated else 2
+
+    @property
+    def unit_width(self) -> int:
+        """Elements in a row of a unit: D; with biases, a column for the neuron's bias at D, and zeros behind it.
+
+        A bias travels with its unit that way, and no kernel knows of it: h has a one in that column.
+        """
+        return self.hidden + (BIAS_COLUMNS if self.ffn_bias else 0)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm over D."""
+        return self.hidden * (2 if self.norm == "layer" else 1)
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one layer outside its units: norms, attention, and the FFN's output bias."""
+        q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        count = 2 * self.hidden * (q_dim + kv_dim) + self.norm_parameters * (1 if self.shared_norm else 2)
+        count += (q_dim + 2 * kv_dim) * self.qkv_bias + self.hidden * (self.o_bias + self.ffn_bias)
+        return count + 2 * self.head_dim * self.qk_norm
+
+    @property
+    def position_parameters(self) -> int:
+        """Parameters of learned positions."""
+        return self.max_positions * self.hidden if self.rope is None else 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "max_positions"):
@@ -74,10 +148,16 @@ class ModelSpec:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.rope is not None:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if not self.norm_eps > 0 or not self.rope_theta > 0:
-            raise ValueError(f"norm_eps and rope_theta must be > 0, got {self.norm_eps} and {self.rope_theta}")
+        if not self.norm_eps > 0:
+            raise ValueError(f"norm_eps must be > 0, got {self.norm_eps}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be >= 1, got {self.window}")
+        if self.activation.kind == "drelu" and not self.gated:
+            raise ValueError("drelu needs a gate")
+        if self.shared_norm and not self.parallel:
+            raise ValueError("shared_norm needs parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +179,7 @@ class EngineConfig:
     stats: str = "auto"
     dtype: str = "auto"
     host_dtype: str = "auto"
-    host_mode: str = "threads"
+    host_mode: str = "auto"
     threads: int | None = None
     predictor: str = "auto"
     deterministic: bool = False

@@ -108,13 +108,15 @@ def hf_config(spec: ModelSpec, rope_spelling: RopeSpelling, dtype: str) -> dict[
     old: `rope_theta` and `torch_dtype` (transformers 4); new: `rope_parameters` and `dtype` (5).
     """
     custom = spec.activation.kind == "fatrelu"
+    assert spec.rope is not None, "llama rotates"
+    theta = spec.rope.theta
     rope: dict[str, Any] = {
-        "old": {"rope_theta": spec.rope_theta, "rope_scaling": None},
-        "new": {"rope_parameters": {"rope_theta": spec.rope_theta, "rope_type": "default"}},
+        "old": {"rope_theta": theta, "rope_scaling": None},
+        "new": {"rope_parameters": {"rope_theta": theta, "rope_type": "default"}},
         "absent": {},
     }[rope_spelling]
-    if rope_spelling == "absent" and spec.rope_theta != 10_000.0:
-        raise ValueError(f"an absent rope_theta means 10000, got {spec.rope_theta}")
+    if rope_spelling == "absent" and theta != 10_000.0:
+        raise ValueError(f"an absent rope_theta means 10000, got {theta}")
     return {
         "architectures": ["SparseLlamaForCausalLM" if custom else "LlamaForCausalLM"],
         "model_type": "sparsellama" if custom else "llama",
@@ -205,16 +207,22 @@ def load_decoder(checkpoint: Checkpoint, dtype: str = "float32") -> Decoder:
     """The whole model as a flax module on the default device, for parity tests and reports."""
     spec = checkpoint.spec
     decoder = nnx.eval_shape(lambda: Decoder(spec, nnx.Rngs(0), jax.numpy.dtype(dtype)))
-    decoder.embed.set_value(jax.numpy.asarray(checkpoint.embed(dtype)))
-    decoder.norm.set_value(jax.numpy.asarray(checkpoint.norm(dtype)))
-    head = checkpoint.head(dtype)
-    if decoder.head is not None and head is not None:
-        decoder.head.set_value(jax.numpy.asarray(head))
-    units = np.empty((spec.ffn, spec.ffn_parts, 1, spec.hidden), jax.numpy.dtype(dtype))
+
+    def put(module: nnx.Module, name: str, value: npt.NDArray | None) -> None:
+        param = getattr(module, name)
+        if param is not None and value is not None:
+            param.set_value(jax.numpy.array(value))
+
+    put(decoder, "embed", checkpoint.embed(dtype))
+    put(decoder, "positions", checkpoint.positions(dtype))
+    put(decoder, "head", checkpoint.head(dtype))
+    for name, value in zip(("norm", "norm_bias"), checkpoint.norm(dtype), strict=False):
+        put(decoder, name, value)
+    units = np.empty((spec.ffn, spec.ffn_parts, 1, spec.unit_width), jax.numpy.dtype(dtype))
     for layer in range(spec.layers):
         for name, value in checkpoint.attention(layer, dtype).items():
-            getattr(decoder.attention[layer], name).set_value(jax.numpy.asarray(value))
+            put(decoder.attention[layer], name, value)
         checkpoint.fill_bundle(layer, units)
-        for part, name in enumerate(("gate", "up", "down")):
-            getattr(decoder.ffn[layer], name).set_value(jax.numpy.array(units[:, part, 0, :]))
+        for part, name in enumerate(("gate", "up", "down") if spec.gated else ("up", "down")):
+            put(decoder.ffn[layer], name, units[:, part, 0, :])
     return decoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -74,13 +75,21 @@ def fill_piece(units: int, host_unit_bytes: int, device_unit_bytes: int, spare_b
     return max(1, min(-(-units // 16) // 10, fitting))
 
 
-def fill_pool(transfer: Transfer, pool: DevicePool, placement: Placement, on_layer=None) -> None:
+def fill_pool(
+    transfer: Transfer,
+    pool: DevicePool,
+    placement: Placement,
+    on_layer: Callable[[int], None] | None = None,  # when a layer's units are on their way
+    load: Callable[[int], None] | None = None,  # brings a layer's units into its arena, where one serves all layers
+) -> None:
     """Put the initial placement into an empty pool, `transfer.count` slots at a time.
 
     A bucket that is no multiple of it ends with a piece that overlaps the one before, which writes the same
     units into the same slots again: no further program, no undefined slot.
     """
     for layer, bucket in enumerate(placement.buckets):
+        if load is not None:
+            load(layer)
         starts = list(range(0, len(bucket) - transfer.count + 1, transfer.count))
         if starts and starts[-1] + transfer.count < len(bucket):
             starts.append(len(bucket) - transfer.count)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-ACTIVATIONS = {"relu": 0, "fatrelu": 1, "silu": 2}
+ACTIVATIONS = {"relu": 0, "fatrelu": 1, "silu": 2, "drelu": 3}
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
@@ -46,13 +46,15 @@ def check_output(name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int
         raise ValueError(f"{name} must be writeable, got a read-only array")
 
 
-def activation_code(activation: str, threshold: float) -> int:
-    """The library's number of an activation; refuses a threshold it does not use."""
+def activation_code(activation: str, threshold: float, parts: int) -> int:
+    """The library's number of an activation; refuses a threshold or a bundle that it has no use for."""
     code = ACTIVATIONS.get(activation)
     if code is None:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if threshold != 0.0 and (activation != "fatrelu" or not math.isfinite(threshold)):
         raise ValueError(f"threshold must be 0, or finite with fatrelu, got {threshold} with {activation}")
+    if activation == "drelu" and parts != 3:
+        raise ValueError(f"bundle must have 3 parts (gate, up, down) with drelu, got {parts}")
     return code
 
 

@@ -23,7 +23,7 @@ from hostcompute.checks import (
 )
 from hostcompute.numpy_pool import NumpyPool
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISA_VARIABLE = "HOSTCOMPUTE_ISA"
 PACKAGE = Path(__file__).parent
 REMEDY = "run `python setup.py build_ext --inplace` in a checkout, or reinstall with a C++17 compiler"
@@ -55,8 +55,13 @@ class _Known(NamedTuple):
 
 def load_library(folder: Path = PACKAGE) -> ctypes.CDLL:
     """The compiled library in `folder`; RuntimeError with the reason if there is none that fits."""
-    own = [folder / f"_native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    others = sorted(set(folder.glob("_native*.so")) - set(own))  # built by another Python: it uses none of it
+    return _declare(find_library("_native", folder))
+
+
+def find_library(stem: str, folder: Path = PACKAGE) -> ctypes.CDLL:
+    """The library of that name whose interface has our version; RuntimeError with the reason if there is none."""
+    own = [folder / f"{stem}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    others = sorted(set(folder.glob(f"{stem}*.so")) - set(own))  # built by another Python: it uses none of it
     problems = []
     for path in [*own, *others]:
         if not path.exists():
@@ -68,9 +73,9 @@ def load_library(folder: Path = PACKAGE) -> ctypes.CDLL:
             problems.append(f"{path.name}: {error}")
             continue
         if found == ABI_VERSION:
-            return _declare(library)
+            return library
         problems.append(f"{path.name} has interface version {found}, {ABI_VERSION} is needed")
-    raise RuntimeError("; ".join(problems) or f"no compiled library in {folder.name}/")
+    raise RuntimeError("; ".join(problems) or f"no compiled library {stem} in {folder.name}/")
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -128,12 +133,11 @@ class HostPool:
     ) -> FfnResult:
         """The FFN of every row of x over the chosen units; a unit's rows are read from memory once per call.
 
-        Writes `out` and `live` (1 where a row of the unit has a non-zero activation) when they are given.
-        With `skip_zeros` up and down are read only where some row of x needs them; without it always.
+        Writes `out` and `live` (1 where a row of the unit has a non-zero activation) when they are given. The
+        activation is that of the gate, or of gate and up with drelu: relu(gate) * relu(up). With two parts it is
+        that of up. With `skip_zeros` up and down are read only where some row of x needs them; without it always.
         """
-        known = self._known.get(id(bundle))
-        if known is None or known.bundle() is not bundle:
-            known = self._admit(bundle)
+        known = self._find(bundle)
         if x.dtype != FLOAT32 or x.ndim != 2 or x.shape[1] != known.arena.width or not x.flags.c_contiguous:
             check_array("x", x, FLOAT32, (None, known.arena.width))
         if units.dtype != INT32 or units.ndim != 1 or not units.flags.c_contiguous:
@@ -153,7 +157,7 @@ class HostPool:
             batch,
             _address(units),
             count,
-            activation_code(activation, threshold),
+            activation_code(activation, threshold, known.arena.parts),
             threshold,
             1 if skip_zeros else 0,
             _address(out),
@@ -161,19 +165,17 @@ class HostPool:
             _address(totals),
         )
         if status:
-            raise _call_error(status, units, known.arena.units)
+            raise call_error(status, units, known.arena.units)
         return FfnResult(out, totals[:batch], int(totals[batch]))
 
     def gather(self, bundle: np.ndarray, units: npt.NDArray[np.int32], out: np.ndarray) -> np.ndarray:
         """Copies whole units into `out` [C,P,W,D], past the CPU's caches, and returns it."""
-        known = self._known.get(id(bundle))
-        if known is None or known.bundle() is not bundle:
-            known = self._admit(bundle)
+        known = self._find(bundle)
         check_array("units", units, INT32, (None,))
         check_output("out", out, bundle.dtype, (len(units), *bundle.shape[1:]))
         status = self._library.hc_gather(self._open_handle(), known.pointer, _address(units), len(units), _address(out))
         if status:
-            raise _call_error(status, units, known.arena.units)
+            raise call_error(status, units, known.arena.units)
         return out
 
     def read_sum(self, buffer: np.ndarray) -> int:
@@ -181,6 +183,22 @@ class HostPool:
         if not buffer.flags.c_contiguous:
             raise ValueError(f"buffer must be C-contiguous, got strides {buffer.strides}")
         return self._library.hc_read_sum(self._open_handle(), _address(buffer), buffer.nbytes)
+
+    @property
+    def handle(self) -> int:
+        """The address of the pool for other C code, such as `hostcompute.ffi`'s. Valid until the pool is closed."""
+        return self._open_handle()
+
+    @property
+    def ffn_address(self) -> int:
+        """The address of `hc_ffn`, see src/api.h. Valid for as long as the process lives."""
+        address = ctypes.cast(self._library.hc_ffn, ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+    def arena_address(self, bundle: np.ndarray) -> int:
+        """The address of the bundle's `hc_arena`. Valid while both the bundle and the pool live."""
+        return ctypes.addressof(self._find(bundle).arena)
 
     def close(self) -> None:
         """Ends the threads, after any call that is still running. Closing twice is allowed."""
@@ -197,6 +215,10 @@ class HostPool:
         if self._handle is None:
             raise ValueError("pool must be open, got a closed one")
         return self._handle
+
+    def _find(self, bundle: np.ndarray) -> _Known:
+        known = self._known.get(id(bundle))
+        return known if known is not None and known.bundle() is bundle else self._admit(bundle)
 
     def _admit(self, bundle: np.ndarray) -> _Known:
         """Checks a bundle and remembers it for as long as it lives; it must not be reshaped in place."""
@@ -223,7 +245,8 @@ def _creation_error(status: int, isa: str, threads: int) -> Exception:
     return RuntimeError(f"cannot start {threads} threads: lower the number, or raise the limit (ulimit -u)")
 
 
-def _call_error(status: int, units: npt.NDArray[np.int32], count: int) -> Exception:
+def call_error(status: int, units: npt.NDArray[np.int32], count: int) -> Exception:
+    """What a status of `hc_ffn` or `hc_gather` means; count: units of the arena."""
     if status == NO_MEMORY:
         return RuntimeError("no memory for the sums of the threads: use fewer rows in x, or fewer threads")
     return outside_error(units, status - 1, count)

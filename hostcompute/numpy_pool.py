@@ -43,8 +43,8 @@ class NumpyPool:
         live: npt.NDArray[np.uint8] | None = None,  # [B,C]
     ) -> FfnResult:
         """See `HostPool.ffn`."""
-        activation_code(activation, threshold)
         self._check(bundle, units)
+        activation_code(activation, threshold, bundle.shape[1])
         check_array("x", x, FLOAT32, (None, bundle.shape[3]))
         marks = np.empty((len(x), len(units)), np.uint8) if live is None else live
         check_output("live", marks, UINT8, (len(x), len(units)))
@@ -53,7 +53,7 @@ class NumpyPool:
         skip_zeros = skip_zeros and activation != "silu"
         total, rows_read = np.zeros_like(x), 0
         step = max(1, CHUNK_FLOATS // bundle[0].size) if len(bundle) else 1
-        for at in range(0, len(units), step):
+        for at in range(0, len(units) if len(x) else 0, step):
             part = _ffn_chunk(x, bundle, units[at : at + step], activation, threshold, skip_zeros)
             total += part[0]
             marks[:, at : at + step] = part[1]
@@ -102,10 +102,19 @@ def _ffn_chunk(
         return bundle[units, part].reshape(-1, width)[chosen].astype(np.float32)  # [C*W,D]
 
     h = activate(x @ rows(0, slice(None)).T, activation, threshold)  # [B,C*W]
-    live = (h != 0).reshape(len(x), len(units), inner).any(axis=2)
-    needed = np.flatnonzero((h != 0).any(axis=0)) if skip_zeros else np.arange(h.shape[1])
-    rows_read = h.shape[1] + (parts - 1) * len(needed)
-    h = h[:, needed]
+    needed = _needed(h, skip_zeros)
+    rows_read = h.shape[1]
+    live = h != 0
     if parts == 3:
-        h = h * (x @ rows(1, needed).T)
-    return h @ rows(parts - 1, needed), live, rows_read
+        rows_read += len(needed)
+        up = x @ rows(1, needed).T
+        h[:, needed] *= activate(up, "relu", 0.0) if activation == "drelu" else up
+        if activation == "drelu":
+            live, needed = h != 0, _needed(h, skip_zeros)
+    y = h[:, needed] @ rows(parts - 1, needed)
+    return y, live.reshape(len(x), len(units), inner).any(axis=2), rows_read + len(needed)
+
+
+def _needed(h: npt.NDArray[np.float32], skip_zeros: bool) -> npt.NDArray[np.intp]:
+    """The columns of h whose weights are read."""
+    return np.flatnonzero((h != 0).any(axis=0)) if skip_zeros else np.arange(h.shape[1])

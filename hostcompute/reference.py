@@ -5,15 +5,18 @@ import numpy.typing as npt
 
 
 def activate(g: np.ndarray, activation: str, threshold: float) -> np.ndarray:
-    """The activation of the gate, in the dtype of `g`. fatrelu keeps values from the threshold on, unshifted."""
-    if activation == "relu":
+    """The activation of the gate, in the dtype of `g`. fatrelu keeps values from the threshold on, unshifted.
+
+    dReLU takes the relu of up as well, see `ffn_reference`.
+    """
+    if activation in ("relu", "drelu"):
         return np.where(g <= 0, 0, g)
     if activation == "fatrelu":
         return np.where(g < threshold, 0, g)
     if activation == "silu":
         with np.errstate(over="ignore"):
             return g / (1 + np.exp(-g))
-    raise ValueError(f"activation must be relu, fatrelu or silu, got {activation!r}")
+    raise ValueError(f"activation must be relu, fatrelu, silu or drelu, got {activation!r}")
 
 
 def ffn_reference(
@@ -25,15 +28,20 @@ def ffn_reference(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """The FFN over the chosen units: y [B,D], and live [B,C]: a row of the unit has a non-zero activation.
 
-    A unit named twice counts twice.
+    With drelu that is relu(gate) * relu(up). A unit named twice counts twice.
     """
+    if activation == "drelu" and bundle.shape[1] != 3:
+        raise ValueError(f"bundle must have 3 parts (gate, up, down) with drelu, got {bundle.shape[1]}")
     chosen = bundle[units].astype(np.float64)  # [C,P,W,D]
     x64 = x.astype(np.float64)
     h = activate(np.einsum("BD,CWD->BCW", x64, chosen[:, 0]), activation, threshold)
-    live = (h != 0).any(axis=2)
+    live = h != 0
     if bundle.shape[1] == 3:
-        h = h * np.einsum("BD,CWD->BCW", x64, chosen[:, 1])
-    return np.einsum("BCW,CWD->BD", h, chosen[:, -1]), live
+        up = np.einsum("BD,CWD->BCW", x64, chosen[:, 1])
+        h = h * (activate(up, "relu", 0.0) if activation == "drelu" else up)
+    if activation == "drelu":
+        live = h != 0
+    return np.einsum("BCW,CWD->BD", h, chosen[:, -1]), live.any(axis=2)
 
 
 def gather_reference(bundle: np.ndarray, units: npt.NDArray[np.int32]) -> np.ndarray:

@@ -36,7 +36,7 @@ def row(ours: str = "", third: str = "", never: frozenset[str] = frozenset()) ->
 
 
 RUN_TIME = "policy budget quant ops models checkpoint bundles hostcompute pool transfer profile memory programs text"
-ENGINE = f"config plan sampling trace scheduler predictors {RUN_TIME}"
+ENGINE = f"config plan sampling trace scheduler predictors model_folder {RUN_TIME}"
 JAX_STACK = "jax flax numpy ml_dtypes"
 
 # Everybody but `hostcompute` may import `errors`; every unit may import itself.
@@ -54,10 +54,15 @@ TABLE = {
     "ops": row("config quant hostcompute.ffi", "jax numpy"),  # config: the Activation record only
     "models": row("ops config", JAX_STACK),
     "checkpoint": row("config quant", "numpy ml_dtypes orbax safetensors gguf huggingface_hub"),
+    "convert": row("checkpoint config predictors text vocabulary", "numpy ml_dtypes safetensors gguf"),
+    "model_folder": row("checkpoint convert config"),
     "bundles": row("config quant checkpoint", "numpy ml_dtypes orbax safetensors gguf"),
     "memory": row("", "jax"),
     "programs": row("ops models config", "jax flax numpy"),
-    "text": row("config", "tokenizers"),
+    "text": row("config checkpoint vocabulary", "numpy tokenizers"),
+    "vocabulary": row("config checkpoint", "numpy tokenizers"),
+    "chat": row("config checkpoint text", "jinja2"),
+    "fetch": row("config checkpoint convert"),
     "pool": row("plan config bundles ops programs hostcompute budget policy.costs", "jax numpy ml_dtypes"),
     "transfer": row("plan config bundles ops programs hostcompute budget policy.costs pool", "jax numpy ml_dtypes"),
     "profile": row(
@@ -68,14 +73,16 @@ TABLE = {
     "testing": row(ENGINE, f"{JAX_STACK} safetensors tokenizers"),
     "training": row("config models ops checkpoint", f"{JAX_STACK} optax orbax safetensors tokenizers"),
     "cli": row(
-        "dynajax engine sampling sim plan trace predictors config budget checkpoint profile memory text",
+        "dynajax engine sampling sim plan trace predictors config budget checkpoint convert model_folder profile "
+        "memory text chat",
         "typer rich numpy",
     ),
+    "cli.fetch": row("fetch config", "typer"),
     "cli.training": row("training config", "typer"),
     "hostcompute": row("", "numpy"),
     "hostcompute.callback": row("hostcompute", "jax numpy"),
     "hostcompute.ffi": row("hostcompute", "jax numpy"),
-    "predictors": row("config trace models ops bundles quant", f"{JAX_STACK} optax orbax"),
+    "predictors": row("config trace models ops bundles quant checkpoint", f"{JAX_STACK} optax orbax"),
     "scripts": row("dynajax cli engine sampling sim plan trace predictors config budget checkpoint profile", "typer"),
 }
 

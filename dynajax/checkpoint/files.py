@@ -7,8 +7,9 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,7 @@ class Checkpoint:
     folder: Path
     spec: ModelSpec
     shards: tuple[Shard, ...]
-    tensors: dict[str, Stored]  # the expected ones only
+    tensors: dict[mapping.Key, Stored]  # (part, layer) -> where it lies; the expected ones only
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
@@ -80,8 +81,8 @@ class Checkpoint:
         over each shard's data: another model or another training state differs, a change of single values
         may go unseen. Milliseconds even for 26 GB.
         """
-        identity = {key: value for key, value in asdict(self.spec).items() if key not in _NOT_IDENTITY}
-        digest = hashlib.sha256(b"dynajax weights 1\n" + json.dumps(identity, sort_keys=True).encode())
+        identity = json.dumps(_identity(self.spec), sort_keys=True)
+        digest = hashlib.sha256(b"dynajax weights 2\n" + identity.encode())
         for shard in self.shards:
             digest.update(shard.header)
             for block in _samples(shard):
@@ -92,39 +93,73 @@ class Checkpoint:
         """The embedding table [V, D]."""
         return self._read("embed", dtype)
 
+    def positions(self, dtype: str) -> npt.NDArray | None:
+        """Learned positions [P, D]; None where the model rotates instead."""
+        return None if self.spec.rope is not None else self._read("positions", dtype)[mapping.LEARNED_OFFSET :]
+
     def head(self, dtype: str) -> npt.NDArray | None:
         """The output projection [V, D]; None when it is tied to the embedding."""
         return None if self.spec.tied else self._read("head", dtype)
 
-    def norm(self, dtype: str) -> npt.NDArray:
-        """The final norm [D]."""
-        return self._read("norm", dtype)
+    def norm(self, dtype: str) -> tuple[npt.NDArray, ...]:
+        """The final norm: weight [D], and bias [D] where it has one."""
+        parts = ("norm", "norm_bias") if self.spec.norm == "layer" else ("norm",)
+        return tuple(self._read(part, dtype) for part in parts)
 
     def attention(self, layer: int, dtype: str) -> dict[str, npt.NDArray]:
-        """One layer's weights outside the FFN, under the parameter names of `AttentionBlock`."""
-        return {part: self._read(part, dtype, layer) for part in mapping.ATTENTION_PARTS}
+        """One layer's weights outside its units, under the parameter names of `AttentionBlock`."""
+        parts = mapping.attention_parts(self.spec)
+        fused = self._read("qkv", dtype, layer) if mapping.stored_as("q", self.spec) == "qkv" else None
+        weights = {}
+        for part in parts:
+            if fused is not None and part in ("q", "k", "v"):
+                weights[part] = np.concatenate([fused[rows] for rows in mapping.fused_rows(part, self.spec)])
+            else:
+                weights[part] = self._read(mapping.stored_as(part, self.spec), dtype, layer)
+        return weights
 
     def fill_bundle(self, layer: int, out: npt.NDArray) -> None:
-        """Write one layer's FFN into `out` [F, P=3, W=1, D]: gate row, up row, down column of each neuron."""
-        shape = (self.spec.ffn, 3, 1, self.spec.hidden)
+        """Write one layer's units into `out` [F, P, 1, W]: gate row, up row, down column of each neuron.
+
+        With biases the column behind a row holds the neuron's own (see `ModelSpec.unit_width`), the rest zeros.
+        """
+        spec = self.spec
+        shape = (spec.ffn, spec.ffn_parts, 1, spec.unit_width)
         if out.shape != shape:
             raise ValueError(f"out must have the shape {shape}, got {out.shape}")
         if out.dtype not in STORED_DTYPES.values():
             raise ValueError(f"out must be float32, float16 or bfloat16, got {out.dtype}")
-        read_into(self._stored("gate", layer), out[:, 0, 0, :])
-        read_into(self._stored("up", layer), out[:, 1, 0, :])
-        read_transposed_into(self._stored("down", layer), out[:, 2, 0, :])
+        out[..., spec.hidden :] = 0
+        for index, part in enumerate(mapping.unit_parts(spec)):
+            rows = out[:, index, 0, : spec.hidden]
+            if part == "down":
+                read_transposed_into(self._stored(part, layer), rows)
+            else:
+                read_into(self._stored(part, layer), rows)
+                if spec.ffn_bias:
+                    read_into(self._stored(f"{part}_bias", layer), out[:, index, 0, spec.hidden])
 
     def _stored(self, part: str, layer: int | None = None) -> Stored:
         if layer is not None and not 0 <= layer < self.spec.layers:
             raise ValueError(f"layer must be from 0 to {self.spec.layers - 1}, got {layer}")
-        return self.tensors[mapping.tensor_name(part, layer)]
+        return self.tensors[part, layer]
 
     def _read(self, part: str, dtype: str, layer: int | None = None) -> npt.NDArray:
         stored = self._stored(part, layer)
         out = np.empty(stored.shape, numpy_dtype(dtype))
         read_into(stored, out)
         return out
+
+
+def _identity(record: Any) -> dict[str, Any]:
+    """What a record says that its defaults do not: a field added later changes no fingerprint."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    changed = {f.name: values[f.name] for f in fields(record) if values[f.name] != f.default}
+    return {
+        name: _identity(value) if is_dataclass(value) else value
+        for name, value in changed.items()
+        if name not in _NOT_IDENTITY
+    }
 
 
 def _read_shards(folder: Path, paths: Sequence[Path]) -> tuple[Shard, ...]:
@@ -155,19 +190,22 @@ def _index_problems(shards: Sequence[Shard], weight_map: dict[str, str] | None) 
     return problems
 
 
-def _match(found: dict[str, Stored], spec: ModelSpec) -> tuple[dict[str, Stored], list[str]]:
+def _match(found: dict[str, Stored], spec: ModelSpec) -> tuple[dict[mapping.Key, Stored], list[str]]:
     """The expected tensors among those found, and every problem with them."""
-    wanted = mapping.expected(spec)
+    prefix = mapping.prefix_of(found, spec)
+    names = {key: mapping.tensor_name(key[0], spec, key[1], prefix) for key in mapping.expected(spec)}
+    wanted = {names[key]: shape for key, shape in mapping.expected(spec).items()}
+    head = mapping.tensor_name("head", spec, prefix=prefix)
     problems = []
     missing = wanted.keys() - found.keys()
     if missing:
         problems.append(f"{len(missing)} tensors are missing: {listing(missing)}")
-        if mapping.HEAD_NAME in missing:
-            problems.append("without lm_head.weight, config.json must say tie_word_embeddings: true")
+        if head in missing:
+            problems.append(f"without {head}, config.json must say tie_word_embeddings: true")
     extra = {name for name in found.keys() - wanted.keys() if not mapping.is_ignorable(name)}
-    if spec.tied and mapping.HEAD_NAME in extra and found[mapping.HEAD_NAME].shape == mapping.shape_of("head", spec):
-        extra.discard(mapping.HEAD_NAME)
-        log.info("lm_head.weight is stored although config.json ties it to the embedding: ignored")
+    if spec.tied and head in extra and found[head].shape == mapping.shape_of("head", spec):
+        extra.discard(head)
+        log.info("%s is stored although config.json ties it to the embedding: ignored", head)
     if extra:
         problems.append(f"{len(extra)} tensors are unknown: {listing(extra)}")
     for what, wrong in (
@@ -176,7 +214,7 @@ def _match(found: dict[str, Stored], spec: ModelSpec) -> tuple[dict[str, Stored]
     ):
         if wrong:
             problems.append(f"{len(wrong)} tensors {what}: {listing(wrong)}")
-    return {name: found[name] for name in wanted if name in found}, problems
+    return {key: found[name] for key, name in names.items() if name in found}, problems
 
 
 def _wrong_shapes(found: dict[str, Stored], wanted: dict[str, tuple[int, ...]]) -> list[str]:

@@ -1,13 +1,15 @@
 """Tensor data from shards into arrays: converted, screened for NaN, infinity and overflow, transposed.
 
 Reads go block by block through one small buffer, so that reading costs no memory beyond the destination.
-Every value is looked at: a maximum per block costs a few per cent of the read.
+Every value is looked at: a maximum per block costs a few per cent of the read. GGUF's quantised types become
+float32 block by block; its q and k rows, stored in another order, come out in the order of the checkpoint.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from math import prod
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +25,8 @@ DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 STORED_DTYPES: dict[str, np.dtype] = {"F32": DTYPES["float32"], "F16": DTYPES["float16"], "BF16": DTYPES["bfloat16"]}
+QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # read as float32
+READABLE = (*STORED_DTYPES, *QUANTISED)
 FLOAT16_MAX = 65504.0
 
 _BLOCK_BYTES = 2**21  # stays in the second- or third-level cache
@@ -40,14 +44,20 @@ def read_into(stored: Stored, out: npt.NDArray) -> None:
     """Fill `out`, of the stored shape (rows may be strided), rounding to its type."""
     assert out.shape == stored.shape, (stored.name, out.shape, stored.shape)
     rows = out if out.ndim == 2 else out.reshape(1, -1)
-    per_block = max(1, _BLOCK_BYTES // (stored.nbytes // rows.shape[0]))
+    width = 4 if stored.dtype in QUANTISED else STORED_DTYPES[stored.dtype].itemsize
+    per_block = max(1, _BLOCK_BYTES // (width * rows.shape[1]))
+    order = None if stored.rotary_heads is None else rotary_order(rows.shape[0], stored.rotary_heads)
     for first, block in _blocks(stored, rows.shape, per_block, out.dtype):
-        np.copyto(rows[first : first + len(block)], block, casting="unsafe")
+        if order is None:
+            np.copyto(rows[first : first + len(block)], block, casting="unsafe")
+        else:
+            rows[order[first : first + len(block)]] = block
 
 
 def read_transposed_into(stored: Stored, out: npt.NDArray) -> None:
     """Fill `out` [F, D] (rows may be strided) from a stored [D, F]: its columns become rows."""
     assert out.shape == stored.shape[::-1], (stored.name, out.shape, stored.shape)
+    assert stored.rotary_heads is None, stored.name
     tile_rows, tile_columns = _TILE
     converted = np.empty((tile_rows, stored.shape[1]), out.dtype)
     for first, block in _blocks(stored, stored.shape, tile_rows, out.dtype):
@@ -57,18 +67,49 @@ def read_transposed_into(stored: Stored, out: npt.NDArray) -> None:
             out[column : column + tile_columns, first : first + len(block)] = tile.T
 
 
+def read_blocks(stored: Stored, dtype: str) -> Iterator[npt.NDArray]:
+    """The values in row-major order, rounded to `dtype`: some rows at a time, all at once where rows are reordered.
+
+    Each block is valid until the next is asked for.
+    """
+    target, columns = numpy_dtype(dtype), stored.shape[-1]
+    if stored.rotary_heads is not None:
+        whole = np.empty(stored.shape, target)
+        read_into(stored, whole)
+        yield whole
+        return
+    shape = (prod(stored.shape[:-1]), columns)
+    for _, block in _blocks(stored, shape, max(1, _BLOCK_BYTES // (4 * columns)), target):
+        yield block.astype(target, copy=False)
+
+
+def rotary_order(rows: int, heads: int) -> npt.NDArray[np.int64]:
+    """Stored row -> row of the checkpoint, for rows that GGUF keeps as rotary pairs side by side.
+
+    Within a head of size H the stored rows are 0, H/2, 1, H/2 + 1, ... of the checkpoint's, which has all first
+    halves of the pairs, then all second halves. Example: one head of 4 rows -> [0, 2, 1, 3].
+    """
+    halves = np.arange(rows).reshape(heads, 2, rows // heads // 2)
+    return halves.swapaxes(1, 2).reshape(rows)
+
+
 def _blocks(
     stored: Stored, shape: tuple[int, ...], per_block: int, target: np.dtype
 ) -> Iterator[tuple[int, npt.NDArray]]:
     """(first row, rows in the stored type) until the end; each block is valid until the next is asked for."""
     rows, columns = shape
     limit = FLOAT16_MAX if target == np.float16 else float("inf")
-    buffer = np.empty((min(rows, per_block), columns), STORED_DTYPES[stored.dtype])
+    if stored.dtype in QUANTISED:
+        buffer = np.empty((min(rows, per_block), stored.nbytes // rows), np.uint8)
+    else:
+        buffer = np.empty((min(rows, per_block), columns), STORED_DTYPES[stored.dtype])
     file = _open_unchanged(stored)
     try:
         for first in range(0, rows, per_block):
             block = buffer[: min(per_block, rows - first)]
             _read_exactly(file, block, stored, first * buffer.strides[0])
+            if stored.dtype in QUANTISED:
+                block = _dequantised(block, stored.dtype, columns)
             largest = _largest(block)
             if not np.isfinite(largest):
                 raise NumericalError(f"{plain(stored.name)} holds NaN or infinity: the checkpoint is damaged")
@@ -79,6 +120,15 @@ def _blocks(
             yield first, block
     finally:
         os.close(file)
+
+
+def _dequantised(raw: npt.NDArray[np.uint8], dtype: str, columns: int) -> npt.NDArray[np.float32]:
+    """The float32 values [rows, columns] of quantised rows. As one row, which the library does in one go."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):  # a damaged scale is infinity or NaN: seen by the caller
+        return dequantize(raw.reshape(1, -1), GGMLQuantizationType[dtype]).reshape(-1, columns)
 
 
 def _largest(block: npt.NDArray) -> float:

@@ -41,7 +41,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where the bytes of one tensor lie. dtype as safetensors spells it: F32, F16, BF16, ..."""
+    """Where the bytes of one tensor lie. dtype as safetensors or GGUF spells it: F32, F16, BF16, Q4_1, ..."""
 
     name: str
     path: Path
@@ -50,6 +50,7 @@ class Stored:
     shape: tuple[int, ...]
     offset: int  # from the start of the file
     nbytes: int
+    rotary_heads: int | None = None  # rows are stored interleaved, as GGUF's llama has q and k: see reading.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
 """config.json -> ModelSpec. Nothing is guessed: what this version does not compute is refused by name.
 
-Three rules. A value the answer depends on must be written in the file (class defaults change between
-library versions; only `rope_theta`, `num_key_value_heads` and `tie_word_embeddings` have defaults every
-llama-family file relies on). A key known to change the computation in a way not implemented here
-(`NEUTRAL`) must be absent, null or hold a value without effect. Any other key is ignored, `auto_map`
-among them: code from a model folder is never run.
+Three rules. A value the answer depends on must be written in the file (class defaults change between library versions;
+only `rope_theta`, `num_key_value_heads`, `tie_word_embeddings` and what `families` names have defaults that all files
+rely on). A key known to change the computation in a way not implemented here (`NEUTRAL`) must be absent, null or hold a
+value without effect. Any other key is ignored, `auto_map` among them: code from a model folder is never run.
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dynajax.checkpoint.families import FAMILIES, Family
+from dynajax.checkpoint.fields import Fields, found
 from dynajax.checkpoint.json_file import read_json
 from dynajax.checkpoint.paths import stray_link
+from dynajax.checkpoint.rope import read_rope
 from dynajax.checkpoint.wording import located, quoted
 from dynajax.config import DTYPE_BYTES, Activation, ActivationKind, ModelSpec
 from dynajax.errors import ModelError
 
 CONFIG_BYTES = 2**20  # the largest config.json read
-MODEL_TYPES = ("llama", "sparsellama")
-ARCHITECTURES = ("LlamaForCausalLM", "SparseLlamaForCausalLM")
 ACTIVATIONS: dict[str, ActivationKind] = {"relu": "relu", "fatrelu": "fatrelu", "silu": "silu", "swish": "silu"}
-MOST_IDS = 256  # end-of-text tokens
-DEFAULT_ROPE_THETA = 10_000.0
-PLAIN_ROPE = (None, "default")
 
 # Keys that change the computation and are not implemented -> values under which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -47,102 +44,81 @@ def read_spec(folder: Path) -> ModelSpec:
     path = folder / "config.json"
     if problem := stray_link(path):
         raise ModelError(problem)
-    fields = _Fields(read_json(path, CONFIG_BYTES))
-    _check_family(fields)
-    _check_neutral(fields)
-    sizes = _sizes(fields)
-    rest = _rest(fields, sizes["vocab"])
+    return spec_of(read_json(path, CONFIG_BYTES), path)
+
+
+def spec_of(config: dict, source: Path) -> ModelSpec:
+    """The model a config describes; `source` is named in a ModelError."""
+    kind = config.get("model_type", _only_family(config.get("architectures")))
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise ModelError(f"{located(source)}: model_type {found(kind)} is not supported: this version runs {known}")
+    fields = Fields(_renamed(config, family))
+    _check_architectures(fields, family)
+    _check_neutral(fields, family)
+    values = _sizes(fields)
+    values |= _rest(fields, family, values["vocab"])
+    values |= family.traits(fields)
+    _check_heads(fields, values)
     if fields.problems:
-        raise ModelError(f"{located(path)}: " + "; ".join(fields.problems))
-    return ModelSpec(**sizes, **rest)
+        problems = [_own_names(problem, family) for problem in dict.fromkeys(fields.problems)]
+        raise ModelError(f"{located(source)}: " + "; ".join(problems))
+    return ModelSpec(layout=family.layout, **values)
 
 
-class _Fields:
-    """Typed reads from a config; what is wrong is collected, and a harmless stand-in returned."""
-
-    def __init__(self, config: dict):
-        self.config = config
-        self.problems: list[str] = []
-
-    def complain(self, text: str) -> None:
-        self.problems.append(text)
-
-    def get(self, name: str) -> object:
-        return self.config.get(name)
-
-    def integer(self, name: str, most: int, default: int | None = None) -> int:
-        """An int (never a bool, a float or a string) from 1 to `most`; None means `default`, if there is one."""
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most:
-            return value
-        self.complain(f"{name} must be an integer from 1 to {most}, got {_found(value)}")
-        return most
-
-    def number(self, name: str, value: object, *, positive: bool) -> float:
-        """A finite number > 0 (or >= 0)."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and (0 < value < 1e30 or (value == 0 and not positive)):  # NaN and infinity fail too
-            return float(value)
-        self.complain(f"{name} must be a number {'>' if positive else '>='} 0, got {_found(value)}")
-        return 1.0
-
-    def token_ids(self, name: str, vocab: int) -> tuple[int, ...]:
-        """One id, a list of them, or nothing."""
-        value = self.get(name)
-        listed = value if isinstance(value, list) else [] if value is None else [value]
-        ids = tuple(i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab)
-        if len(ids) == len(listed) <= MOST_IDS:
-            return ids
-        self.complain(f"{name} must be at most {MOST_IDS} token ids below vocab_size {vocab}, got {_found(value)}")
-        return ()
+def _only_family(architectures: object) -> str | None:
+    """The family of a config without model_type, as old ones with code of their own are, if its class is only one's."""
+    names = [name for name, family in FAMILIES.items() if architectures == list(family.architectures)]
+    return names[0] if len(names) == 1 else None
 
 
-def _found(value: object) -> str:
-    return "nothing" if value is None else quoted(value)
+def _renamed(config: dict, family: Family) -> dict[str, Any]:
+    """The config under llama's names, with the family's defaults where it says nothing."""
+    named = dict(config)
+    for name, theirs in family.rename.items():
+        if config.get(theirs) is not None:
+            named[name] = config[theirs]
+    return named | {name: value for name, value in family.defaults.items() if named.get(name) is None}
 
 
-def _check_family(fields: _Fields) -> None:
-    kind = fields.get("model_type")
-    if kind not in MODEL_TYPES:
-        fields.complain(f"model_type {_found(kind)} is not supported: this version runs {', '.join(MODEL_TYPES)}")
+def _own_names(problem: str, family: Family) -> str:
+    """A problem in the words of the file it is about."""
+    name, space, text = problem.partition(" ")
+    return family.rename.get(name, name) + space + text
+
+
+def _check_architectures(fields: Fields, family: Family) -> None:
     names = fields.get("architectures")
     listed = names if isinstance(names, list) else [] if names is None else [names]
-    if any(name not in ARCHITECTURES for name in listed):
-        fields.complain(f"architectures {quoted(names)} is not supported: this version runs {', '.join(ARCHITECTURES)}")
+    if any(name not in family.architectures for name in listed):
+        known = ", ".join(family.architectures)
+        fields.complain(f"architectures {quoted(names)} is not supported: of this model_type this version runs {known}")
 
 
-def _check_neutral(fields: _Fields) -> None:
+def _check_neutral(fields: Fields, family: Family) -> None:
     for name, neutral in NEUTRAL.items():
         value = fields.get(name)
-        if value is not None and value not in neutral:
+        if name not in family.reads and value is not None and value not in neutral:
             fields.complain(f"{name} {quoted(value)} is not implemented")
     kinds = fields.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         fields.complain(f"layer_types {quoted(kinds)} is not implemented: full_attention only")
 
 
-def _sizes(fields: _Fields) -> dict[str, Any]:
+def _sizes(fields: Fields) -> dict[str, Any]:
     """The integer fields of ModelSpec, with the bounds that keep a lying config from costing memory."""
     before = len(fields.problems)
     hidden = fields.integer("hidden_size", 2**17)
     heads = fields.integer("num_attention_heads", 2**12)
     kv_heads = fields.integer("num_key_value_heads", 2**12, default=heads)
     head_dim = fields.integer("head_dim", 2**12, default=max(1, hidden // heads))
-    if len(fields.problems) == before:  # only then do the four numbers mean something together
-        if fields.get("head_dim") is None and hidden % heads:
-            fields.complain(
-                f"hidden_size {hidden} must be a multiple of num_attention_heads {heads} (no head_dim given)"
-            )
-        if heads % kv_heads:
-            fields.complain(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
-        if head_dim % 2:
-            fields.complain(f"the head size must be even for rotary positions, got {head_dim}")
+    if len(fields.problems) == before and fields.get("head_dim") is None and hidden % heads:
+        fields.complain(f"hidden_size {hidden} must be a multiple of num_attention_heads {heads} (no head_dim given)")
     return {
         "layers": fields.integer("num_hidden_layers", 2**10),
         "hidden": hidden,
-        "ffn": fields.integer("intermediate_size", 2**20),
+        "ffn": fields.integer("intermediate_size", 2**20, default=_ffn_default(fields, hidden)),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -151,30 +127,45 @@ def _sizes(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _rest(fields: _Fields, vocab: int) -> dict[str, Any]:
-    tied = fields.get("tie_word_embeddings")
-    if tied is not None and not isinstance(tied, bool):
-        fields.complain(f"tie_word_embeddings must be true or false, got {quoted(tied)}")
+def _ffn_default(fields: Fields, hidden: int) -> int | None:
+    """Falcon's files leave it out."""
+    return 4 * hidden if fields.get("model_type") == "falcon" else None
+
+
+def _check_heads(fields: Fields, values: dict[str, Any]) -> None:
+    heads, kv_heads, head_dim = values["heads"], values["kv_heads"], values["head_dim"]
+    if fields.problems:
+        return  # only without any do the numbers mean something together
+    if heads % kv_heads:
+        fields.complain(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2 and values["rope"] is not None:
+        fields.complain(f"the head size must be even for rotary positions, got {head_dim}")
+
+
+def _rest(fields: Fields, family: Family, vocab: int) -> dict[str, Any]:
     bos_ids = fields.token_ids("bos_token_id", vocab)
     return {
-        "activation": _activation(fields),
-        "rope_theta": _rope_theta(fields),
+        "activation": _activation(fields, family),
+        "rope": read_rope(fields),
         "norm_eps": fields.number("rms_norm_eps", fields.get("rms_norm_eps"), positive=True),
-        "tied": tied is True,  # absent: false, as every llama config class has it; a missing head is then named
+        "tied": fields.flag("tie_word_embeddings", False),  # absent: false, as every llama config class has it
         "dtype": _dtype(fields),
         "bos_id": bos_ids[0] if bos_ids else None,
         "eos_ids": fields.token_ids("eos_token_id", vocab),
     }
 
 
-def _activation(fields: _Fields) -> Activation:
+def _activation(fields: Fields, family: Family) -> Activation:
     """hidden_act, with hidden_act_param as fatrelu's threshold (SparseLLM's ProSparse spelling)."""
     name, param = fields.get("hidden_act"), fields.get("hidden_act_param")
-    kind = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    known = family.activations or ACTIVATIONS
+    kind = known.get(name) if isinstance(name, str) else None
     if kind is None:
         shifted = isinstance(name, str) and "shift" in name
         why = "shifted ReLU is not implemented" if shifted else "not supported"
-        fields.complain(f"hidden_act {_found(name)}: {why}; this version runs {', '.join(ACTIVATIONS)}")
+        fields.complain(
+            f"hidden_act {found(name)}: {why}; this version runs {', '.join(family.activations or ACTIVATIONS)}"
+        )
         return Activation()
     if kind == "fatrelu":
         return Activation(kind=kind, threshold=fields.number("hidden_act_param", param, positive=False))
@@ -185,30 +176,7 @@ def _activation(fields: _Fields) -> Activation:
     return Activation(kind=kind)
 
 
-def _rope_theta(fields: _Fields) -> float:
-    """The rotary base from `rope_theta`, or from `rope_parameters` / `rope_scaling` (transformers 5)."""
-    plain_base = fields.get("rope_theta")
-    bases = [] if plain_base is None else [fields.number("rope_theta", plain_base, positive=True)]
-    for name in ("rope_parameters", "rope_scaling"):
-        table = fields.get(name)
-        if table is None:
-            continue
-        if not isinstance(table, dict):
-            fields.complain(f"{name} must be an object or null, got {quoted(table)}")
-            continue
-        for kind in (table.get("rope_type"), table.get("type")):
-            if kind not in PLAIN_ROPE:
-                fields.complain(f"{name} of type {quoted(kind)} is not implemented")
-        if table.get("partial_rotary_factor") not in (None, 1):
-            fields.complain(f"{name}.partial_rotary_factor {quoted(table['partial_rotary_factor'])} is not implemented")
-        if table.get("rope_theta") is not None:
-            bases.append(fields.number(f"{name}.rope_theta", table["rope_theta"], positive=True))
-    if len(set(bases)) > 1:
-        fields.complain(f"two different rotary bases are given: {', '.join(str(base) for base in bases)}")
-    return bases[0] if bases else DEFAULT_ROPE_THETA
-
-
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: Fields) -> str:
     """The type the weights were meant for: `dtype`, else `torch_dtype`, else float32."""
     value = fields.get("dtype") if fields.get("dtype") is not None else fields.get("torch_dtype")
     if value is None:

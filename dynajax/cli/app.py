@@ -7,12 +7,21 @@ from typing import Annotated
 import typer
 
 import dynajax
+from dynajax.cli.convert import convert
+from dynajax.cli.fetch import fetch_model
 from dynajax.cli.generate import generate
 from dynajax.cli.options import flat
 from dynajax.cli.plan import plan
 from dynajax.cli.training import build_corpus, train_tiny
 
-VERBS = {"generate": generate, "plan": plan, "build-corpus": build_corpus, "train-tiny": train_tiny}
+VERBS = {
+    "generate": generate,
+    "plan": plan,
+    "convert": convert,
+    "fetch-model": fetch_model,
+    "build-corpus": build_corpus,
+    "train-tiny": train_tiny,
+}
 EXIT_CODES = (
     "Exit codes: 0 ok, 1 unexpected, 2 usage, 3 model, 4 does not fit, 5 predictors or statistics of another model, "
     "6 files, 7 numbers, 8 engine, 130 interrupted, 143 terminated."

@@ -23,16 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFlags:
-    """Exactly one of the two."""
+    """Exactly one of the two; `chat` makes the prompt a message."""
 
     prompt: Annotated[str | None, typer.Option(metavar="TEXT|-", help="The prompt; - reads stdin.")] = None
     prompt_ids: Annotated[
         str | None, typer.Option(metavar="FILE|random:N|topics:N", help="Token ids instead: .npy or text, or made up.")
     ] = None
 
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message: put it into the model's chat template.")
+    ] = False
+
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompt_ids is None):
             raise UsageError("give one of --prompt TEXT, --prompt - (reads stdin) and --prompt-ids FILE")
+        if self.chat and self.prompt is None:
+            raise UsageError("--chat goes with --prompt, not with --prompt-ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +127,10 @@ def read_prompt(
         if tokenizer is None:
             raise UsageError(f"{model} has no tokenizer: give --prompt-ids instead of --prompt")
         given = prompts.prompt_text(prompt.prompt or "")
-        ids = tokenizer.encode(given)
+        if prompt.chat:
+            given = ids = prompts.chat_ids(folder, tokenizer, given)
+        else:
+            ids = tokenizer.encode(given)
     limit = ctx or spec.max_positions
     if len(ids) > limit:
         remedy = "shorten it or raise --ctx" if limit < spec.max_positions else "shorten it, the model takes no more"

@@ -25,7 +25,13 @@ DTYPES = _one_of("auto", *get_args(DTypeName))
 class EngineFlags:
     """What every command takes that plans or loads a model."""
 
-    model: Annotated[str, typer.Option(metavar="NAME|FOLDER", help="A model's name or its folder.")] = DEFAULT_MODEL
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FOLDER|FILE.gguf|USER/REPO[@REVISION]",
+            help="A short name, a local folder or file, or a repository on the Hugging Face hub.",
+        ),
+    ] = DEFAULT_MODEL
     vram_budget: Annotated[
         str,
         typer.Option(
@@ -48,7 +54,7 @@ class EngineFlags:
     host_dtype: Annotated[str, typer.Option(metavar=DTYPES, help="Type of the FFN weights in host memory.")] = "auto"
     host_mode: Annotated[
         str, typer.Option(metavar=_one_of(*get_args(HostMode)), help="How the host's share of the FFN is called.")
-    ] = "threads"
+    ] = "auto"
     threads: Annotated[int | None, typer.Option(metavar="N", help="Host threads; physical cores if not given.")] = None
     predictor: Annotated[
         str, typer.Option(metavar="auto|none", help="Guess which neurons are needed: not in this version.")
@@ -59,9 +65,9 @@ class EngineFlags:
             "--deterministic", help="Equal runs, bit for bit, for the same --threads; always so in this version."
         ),
     ] = False
-    offline: Annotated[bool, typer.Option("--offline", help="Never touch the network; always so in this version.")] = (
-        False
-    )
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Never touch the network: models from folders and the cache only.")
+    ] = False
 
     def config(self) -> EngineConfig:
         """The engine's settings; UsageError names the first flag that is out of range."""

@@ -12,6 +12,7 @@ from dynajax.bundles import HostStore
 from dynajax.config import Activation
 from dynajax.plan import Placement
 from hostcompute import HostPool, NumpyPool
+from hostcompute.ffi import HostTable
 
 BLOCK_BYTES = 2**20  # of h per call: it stays in a core's cache while the units stream past
 
@@ -42,9 +43,32 @@ class ColdSide:
         self._store, self._host, self._activation = store, host, activation
         self._skip_zeros = skip_zeros
         self._units = [placement.cold(layer) for layer in range(len(placement.buckets))]
-        hidden = store.arenas[0].shape[-1]
-        self._block = max(8, BLOCK_BYTES // (4 * hidden))
-        self.counters = ColdCounters()
+        self._table: HostTable | None = None
+        self._counters = ColdCounters()
+
+    @property
+    def counters(self) -> ColdCounters:
+        """Sums since the last reset, those of programs that call the library themselves included."""
+        mine = self._counters
+        if self._table is None:
+            return mine
+        theirs = self._table.counters()
+        computed = sum(int(rows) * len(units) for rows, units in zip(theirs.rows, self._units, strict=True))
+        return ColdCounters(
+            seconds=mine.seconds + float(theirs.seconds.sum()),
+            bytes_read=mine.bytes_read + int(theirs.bytes_read.sum()),
+            live=mine.live + int(theirs.live.sum()),
+            live_first_layer=mine.live_first_layer + int(theirs.live[0]),
+            computed=mine.computed + computed,
+        )
+
+    def share(self, table: HostTable) -> None:
+        """Let programs compute the same through `table`."""
+        assert isinstance(self._host, HostPool), "only the compiled library can be called from a program"
+        kind, threshold = self._activation.kind, self._activation.threshold
+        arenas, skip = self._store.arenas, self._skip_zeros
+        table.attach(self._host, arenas, self._units, activation=kind, threshold=threshold, skip_zeros=skip)
+        self._table = table
 
     def has(self, layer: int) -> bool:
         """Whether the layer has any unit on the host."""
@@ -56,11 +80,12 @@ class ColdSide:
         h: npt.NDArray[np.float32],  # [T, D]
     ) -> npt.NDArray[np.float32]:
         """y_cold [T, D], a fresh array: jax may still be reading the last one."""
-        units, counters = self._units[layer], self.counters
+        units, counters = self._units[layer], self._counters
         y = np.empty(h.shape, np.float32)
         start = time.perf_counter()
-        for first in range(0, len(h), self._block):
-            rows = slice(first, first + self._block)
+        block = max(8, BLOCK_BYTES // (4 * h.shape[1]))
+        for first in range(0, len(h), block):
+            rows = slice(first, first + block)
             result = self._host.ffn(
                 h[rows],
                 self._store.arenas[layer],
@@ -78,9 +103,22 @@ class ColdSide:
         counters.computed += len(units) * len(h)
         return y
 
+    def run_active(self, layer: int, h: npt.NDArray[np.float32], active: npt.NDArray[np.bool_]) -> npt.NDArray:
+        """The same for the active rows [T]; the others get zeros without being computed."""
+        if active.all():
+            return self.run(layer, h)
+        y = np.zeros_like(h)
+        y[active] = self.run(layer, h[active])
+        return y
+
     def reset(self) -> None:
-        self.counters = ColdCounters()
+        """Start counting anew."""
+        self._counters = ColdCounters()
+        if self._table is not None:
+            self._table.reset()
 
     def close(self) -> None:
         """Ends the worker threads."""
+        if self._table is not None:
+            self._table.detach()
         self._host.close()

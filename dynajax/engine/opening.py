@@ -7,22 +7,24 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
 
 from dynajax.budget import MemoryPlan
-from dynajax.bundles import HostStore, load_store
-from dynajax.checkpoint import Checkpoint, resolve_model
+from dynajax.bundles import HostStore, load_store, one_arena
+from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig
-from dynajax.engine.callback import CallbackRunner
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.planning import Prepared, prepare
 from dynajax.engine.stepper import Stepper
 from dynajax.engine.threads import ThreadsRunner
+from dynajax.engine.token import TokenRunner
 from dynajax.engine.weights import load_dense
 from dynajax.errors import UsageError
 from dynajax.memory import PeakMeter
+from dynajax.model_folder import model_folder
 from dynajax.pool import DevicePool
 from dynajax.text import Tokenizer, load_tokenizer
 from dynajax.transfer import Transfer, fill_pool
@@ -41,7 +43,7 @@ class Parts:
     store: HostStore
     pool: DevicePool
     cold: ColdSide
-    runner: ThreadsRunner | CallbackRunner
+    runner: ThreadsRunner | TokenRunner
     stepper: Stepper
     meter: PeakMeter
     load_s: float
@@ -100,8 +102,9 @@ def open_parts(
     on_plan: Callable[[MemoryPlan], None],
 ) -> Parts:
     """Plan, then load. Nothing is allocated before model, settings and budget are known to be good."""
-    checkpoint = Checkpoint.open(resolve_model(model))
-    prepared = prepare(model, config, fingerprint=checkpoint.fingerprint(), progress=progress)
+    folder = model_folder(model, offline=config.offline, progress=progress)
+    checkpoint = Checkpoint.open(folder)
+    prepared = prepare(model, config, folder=folder, fingerprint=checkpoint.fingerprint(), progress=progress)
     on_plan(prepared.memory)
     return load_parts(checkpoint, prepared, config, progress)
 
@@ -131,18 +134,25 @@ def load_parts(
         return lambda layer: progress("load", before + layer + 1, 2 * spec.layers)
 
     weights = load_dense(checkpoint, programs, device, prepared.host_dtype, loaded(0))
-    store = load_store(checkpoint, prepared.host_dtype, loaded(spec.layers))
-    pool = DevicePool(placement.slots, spec.ffn_parts, 1, spec.hidden, programs.shapes.pool_type, spec.ffn)
+    pool = DevicePool(placement.slots, spec.ffn_parts, 1, spec.unit_width, programs.shapes.pool_type, spec.ffn)
     host = open_pool(host_threads(config))
-    cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")
-    if prepared.bridge is None:
-        runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
-    else:
-        prepared.bridge.cold = cold
-        runner = CallbackRunner(programs, weights, pool, prepared.bridge, meter.sample)
-    stepper = Stepper(programs, weights, runner, meter.sample)
+    resident = prepared.host_mode == "resident"
+    store = (
+        one_arena(spec, prepared.host_dtype)
+        if resident
+        else load_store(checkpoint, prepared.host_dtype, loaded(spec.layers))
+    )
     transfer = Transfer(store, pool, programs, host, prepared.fill_piece)
-    fill_pool(transfer, pool, placement, lambda layer: progress("place", layer + 1, spec.layers))
+    load = partial(checkpoint.fill_bundle, out=store.arenas[0]) if resident else None
+    fill_pool(transfer, pool, placement, lambda layer: progress("place", layer + 1, spec.layers), load)
+    if resident:
+        store = HostStore(())
+    cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")
+    runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
+    if prepared.host is not None:
+        prepared.host.attach(cold)
+        runner = TokenRunner(programs, weights, pool, prepared.host, runner.prompt)
+    stepper = Stepper(programs, weights, runner, meter.sample)
     meter.sample()
     return Parts(
         config=config,

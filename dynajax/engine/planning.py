@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from dynajax import budget
 from dynajax.budget import MemoryPlan
-from dynajax.checkpoint import STATS_NAME, read_spec, read_stats, resolve_model
+from dynajax.checkpoint import STATS_NAME, read_spec, read_stats
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
-from dynajax.engine.callback import HostBridge
+from dynajax.engine.hosts import Host, make_host, offload_mode
 from dynajax.errors import FitError, UsageError
+from dynajax.model_folder import model_folder
 from dynajax.plan import Placement
 from dynajax.policy.placement import block_units, place_static
 from dynajax.programs import Programs, Shapes
@@ -26,6 +27,7 @@ from dynajax.transfer import fill_piece
 log = logging.getLogger(__name__)
 
 DEFAULT_CTX = 4096
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,46 +45,47 @@ class Prepared:
     memory: MemoryPlan
     placement: Placement
     fill_piece: int  # units moved at a time when the pool is filled
-    bridge: HostBridge | None  # callback mode only
+    host_mode: str
+    host: Host | None  # of whole-token programs; None in threads mode
 
 
 def prepare(
     model: str,
     config: EngineConfig,
     *,
+    folder: Path | None = None,
     fingerprint: str | None = None,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Prepared:
-    """Resolve every `auto`, size the pool and place the units; `fingerprint` guards the statistics if given."""
-    folder = resolve_model(model)
+    """Resolve every `auto`, size the pool and place the units; `fingerprint` guards the statistics if given.
+
+    Without `folder` the model is looked up, and of a model on the hub only its config is downloaded.
+    """
+    if folder is None:
+        folder = model_folder(model, offline=config.offline, config_only=True, progress=progress)
     spec = read_spec(folder)
     device = jax.local_devices()[0]
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
     ctx = resolve_ctx(config, spec)
     shapes = Shapes(spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch)
-    bridge = HostBridge() if config.host_mode == "callback" else None
-    programs = Programs(shapes, None if bridge is None else bridge.ffn)
-    temporaries = largest_temporary(programs, progress, callback=bridge is not None)
-    fixed = fixed_bytes(shapes, temporaries)
-    needed, unit = sum(fixed.values()), budget.unit_bytes(spec, dtype)
-    gpu = device.platform != "cpu"
-    total = resolve_budget(config, device, needed + spec.layers * spec.ffn * unit)
-    pool_bytes = budget.pool_budget(total, needed, gpu=gpu)
     policy = "static" if config.policy == "auto" else config.policy
+    layout = lay_out(config, shapes, policy, device, progress)
+    unit = budget.unit_bytes(spec, dtype)
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
-    placement = place_static(frequency, unit, pool_bytes if policy == "static" else 0)
+    placement = place_static(frequency, unit, layout.pool_bytes if policy == "static" else 0)
     if config.stats == "auto" and not frequency.any() and 0 < placement.resident < frequency.size:
         log.warning("no activation statistics in %s: neurons are placed by their number", folder)
+    gpu, needed = device.platform != "cpu", sum(layout.fixed.values())
     memory = MemoryPlan(
         model=model,
-        budget_bytes=total,
+        budget_bytes=layout.budget_bytes,
         pool=placement.resident * unit,
-        margin=budget.margin_bytes(total, gpu=gpu),
+        margin=budget.margin_bytes(layout.budget_bytes, gpu=gpu),
         smallest_budget_bytes=budget.smallest_budget(needed, gpu=gpu),
-        host=budget.host_bytes(spec, host_dtype),
+        host=budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"),
         units_total=spec.layers * spec.ffn,
         units_resident=placement.resident,
-        **fixed,
+        **layout.fixed,
     )
     return Prepared(
         model=model,
@@ -92,11 +95,67 @@ def prepare(
         ctx=ctx,
         sparsity=resolve_sparsity(config, spec),
         policy=policy,
-        programs=programs,
+        programs=layout.programs,
         memory=memory,
         placement=placement,
-        fill_piece=fill_piece(spec.ffn, budget.unit_bytes(spec, host_dtype), unit, temporaries),
-        bridge=bridge,
+        fill_piece=fill_piece(spec.ffn, budget.unit_bytes(spec, host_dtype), unit, layout.temporaries),
+        host_mode=layout.mode,
+        host=layout.host,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """A host mode with its programs, and what the budget holds besides the pool."""
+
+    mode: str
+    host: Host | None
+    programs: Programs
+    temporaries: int  # bytes, of the program that needs most
+    fixed: dict[str, int]
+    budget_bytes: int
+    pool_bytes: int  # what is left
+
+
+def lay_out(config: EngineConfig, shapes: Shapes, policy: str, device: jax.Device, progress: Progress) -> Layout:
+    """Resident if the mode is `auto` and every unit fits beside the resident programs; else the offload mode."""
+    if config.host_mode == "auto" and policy == "static":
+        layout = _try(config, "resident", shapes, device, progress)
+        if layout is not None:
+            return layout
+    layout = _try(config, offload_mode(config.host_mode, device.platform), shapes, device, progress)
+    assert layout is not None
+    return layout
+
+
+def _try(config: EngineConfig, mode: str, shapes: Shapes, device: jax.Device, progress: Progress) -> Layout | None:
+    """The layout of a mode. None if `mode` is resident and the units do not fit; nothing is compiled if that is sure.
+
+    FitError if what every mode needs does not fit.
+    """
+    spec, gpu = shapes.spec, device.platform != "cpu"
+    everything = spec.layers * spec.ffn * budget.unit_bytes(spec, shapes.dtype)
+    limit = budget_limit(config, device)
+    fixed = fixed_bytes(shapes, 0)
+    if mode == "resident" and limit is not None and sum(fixed.values()) + everything > limit:
+        return None
+    host = make_host(mode, spec.layers)
+    programs = Programs(shapes, None if host is None else host.call)
+    temporaries = largest_temporary(programs, mode, progress)
+    fixed = fixed_bytes(shapes, temporaries)
+    needed = sum(fixed.values())
+    total = needed + everything if limit is None else limit
+    left = total - budget.margin_bytes(total, gpu=gpu) - needed
+    if mode == "resident" and left < everything:
+        return None
+    return Layout(
+        mode=mode,
+        host=host,
+        programs=programs,
+        temporaries=temporaries,
+        fixed=fixed,
+        budget_bytes=total,
+        pool_bytes=budget.pool_budget(total, needed, gpu=gpu),
     )
 
 
@@ -116,9 +175,9 @@ def fixed_bytes(shapes: Shapes, temporaries: int) -> dict[str, int]:
     }
 
 
-def largest_temporary(programs: Programs, progress: Callable[[str, int, int], None], *, callback: bool) -> int:
+def largest_temporary(programs: Programs, mode: str, progress: Progress) -> int:
     """Bytes of temporaries that no program of the engine exceeds."""
-    keys = largest_programs(programs.shapes, callback=callback)
+    keys = largest_programs(programs.shapes, mode)
     largest = 0
     for done, key in enumerate(keys, start=1):
         largest = max(largest, programs.temp_bytes(*key))
@@ -126,24 +185,18 @@ def largest_temporary(programs: Programs, progress: Callable[[str, int, int], No
     return largest
 
 
-def largest_programs(shapes: Shapes, *, callback: bool) -> list[tuple]:
+def largest_programs(shapes: Shapes, mode: str) -> list[tuple]:
     """The programs whose temporaries bound those of all others: longest prefix, largest chunk, fullest pool."""
     spec, chunk, prefix = shapes.spec, shapes.chunks[-1], shapes.prefixes[-1]
-    if callback:
-        almost = max(0, spec.ffn - block_units(spec.ffn))
-        ends = [(almost,) * spec.layers, (spec.ffn,) * spec.layers]
-        return [
-            ("head",),
-            *(("token_rows", prefix, *slots) for slots in ends),
-            *(("token_chunk", chunk, prefix, *slots) for slots in ends),
-        ]
-    return [
-        ("head",),
-        ("attend_rows", prefix),
-        ("attend_chunk", chunk, prefix),
-        ("hot_rows", spec.ffn),
-        ("hot_chunk", chunk, spec.ffn),
-    ]
+    prefill = [("attend_chunk", chunk, prefix), ("hot_chunk", chunk, spec.ffn)]
+    full = (spec.ffn,) * spec.layers
+    match mode:
+        case "threads":
+            return [*prefill, ("head",), ("attend_rows", prefix), ("hot_rows", spec.ffn)]
+        case "resident":
+            return [*prefill, ("token_rows", prefix, *full)]
+    almost = (max(0, spec.ffn - block_units(spec.ffn)),) * spec.layers
+    return [*prefill, ("token_rows", prefix, *almost), ("token_rows", prefix, *full)]
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tuple[str, str]:
@@ -169,14 +222,14 @@ def resolve_ctx(config: EngineConfig, spec: ModelSpec) -> int:
     return config.ctx if config.ctx is not None else min(spec.max_positions, DEFAULT_CTX)
 
 
-def resolve_budget(config: EngineConfig, device: jax.Device, everything: int) -> int:
-    """The budget in bytes. `auto` is all that jax may use of a GPU; on the CPU backend it holds everything."""
+def budget_limit(config: EngineConfig, device: jax.Device) -> int | None:
+    """The budget in bytes. `auto` is all that jax may use of a GPU; on the CPU backend None: it holds everything."""
     wanted = parse_budget(config.vram_budget)
     stats = device.memory_stats()
     if stats is None or "bytes_limit" not in stats:
         if isinstance(wanted, float):
             raise UsageError(f"--vram-budget {config.vram_budget} is a share of GPU memory, and there is no GPU")
-        return everything if wanted is None else wanted
+        return wanted
     free = int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
     total = free if wanted is None else int(free * wanted) if isinstance(wanted, float) else wanted
     if total > free:

@@ -26,9 +26,13 @@ class Runner(Protocol):
         """Prefill `state.xs` through every layer for one row. `on_part(done, total)` between its parts may raise."""
 
     def rows(
-        self, state: DeviceState, x: jax.Array | Rows, positions: npt.NDArray[np.int32], active: npt.NDArray[np.bool_]
-    ) -> tuple[jax.Array | Rows, jax.Array | Rows]:
-        """One token in each row -> x [B, D] and the last layer's cold part, still to be added."""
+        self,
+        state: DeviceState,
+        ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        active: npt.NDArray[np.bool_],
+    ) -> jax.Array:
+        """One token in each row, at its position, through the model -> logits [B, V]."""
 
 
 class Stepper:
@@ -71,10 +75,7 @@ class Stepper:
         active: npt.NDArray[np.bool_],  # [B] rows that count; the others compute and are ignored
     ) -> npt.NDArray[np.float32]:
         """One token in each row -> logits [B, V]."""
-        programs, weights = self._programs, self._weights
-        x = programs.get("embed_rows")(weights.table, ids) if weights.host_embed is None else weights.lookup(ids)
-        x, y_cold = self._runner.rows(self._state, x, positions, active)
-        logits = np.asarray(programs.get("head")(weights.norm, weights.table, x, y_cold))
+        logits = np.asarray(self._runner.rows(self._state, ids, positions, active))
         self._on_full()
         self.steps += 1
         self.rows += int(active.sum())
@@ -88,9 +89,9 @@ class Stepper:
         state, programs, weights = self._state, self._programs, self._weights
         padded = np.zeros(programs.shapes.ctx, np.int32)
         padded[: len(ids)] = ids
-        if weights.host_embed is None:
-            state.xs = programs.get("embed_prompt")(weights.table, state.xs, padded)
+        if weights.tables:
+            state.xs = programs.get("embed_prompt")(weights.tables, state.xs, padded)
             return
         for start, size, _ in pieces:
-            rows = weights.lookup(padded[start : start + size])
+            rows = weights.lookup(padded[start : start + size], np.arange(start, start + size))
             state.xs = programs.get("load_chunk", size)(state.xs, rows, np.int32(start))

@@ -63,7 +63,7 @@ class ThreadsRunner:
         self._programs, self._weights, self._pool, self._cold = programs, weights, pool, cold
         self._on_full = on_full
         shapes = programs.shapes
-        self._zeros = np.zeros((shapes.batch, shapes.spec.hidden), np.float32)
+        self._zeros = np.zeros((shapes.batch, shapes.spec.unit_width), np.float32)
         self._timer = HotTimer()
 
     def reset_counters(self) -> None:
@@ -75,11 +75,18 @@ class ThreadsRunner:
         return self._timer.total_s(steps)
 
     def rows(
-        self, state: DeviceState, x: jax.Array | Rows, positions: npt.NDArray[np.int32], active: npt.NDArray[np.bool_]
-    ) -> tuple[jax.Array | Rows, Rows]:
-        """One token in each row through all layers; see `Runner`."""
+        self,
+        state: DeviceState,
+        ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        active: npt.NDArray[np.bool_],
+    ) -> jax.Array:
+        """One token in each row through the model; see `Runner`."""
+        programs, weights = self._programs, self._weights
+        tables = weights.tables
+        x = programs.get("embed_rows")(tables, ids, positions) if tables else weights.lookup(ids, positions)
         prefix = bucket_of(int(positions.max()) + 1, self._programs.shapes.prefixes)
-        attend = self._programs.get("attend_rows", prefix)
+        attend = programs.get("attend_rows", prefix)
         self._timer.next_step()
         y_cold = self._zeros
         for layer, leaves in enumerate(self._weights.layers):
@@ -90,8 +97,8 @@ class ThreadsRunner:
                 h.copy_to_host_async()
             if self._pool.slots[layer]:
                 x = self._hot_rows(state, layer, x, h, active)
-            y_cold = self._cold_rows(layer, h, active) if cold else self._zeros
-        return x, y_cold
+            y_cold = self._cold.run_active(layer, np.asarray(h), active) if cold else self._zeros
+        return programs.get("head")(weights.norm, weights.table, x, y_cold)
 
     def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
         """Every chunk passes layer i before any passes layer i + 1, so that each cold unit is read once a prompt.
@@ -125,15 +132,6 @@ class ThreadsRunner:
             x.block_until_ready()
             self._timer.add(time.perf_counter() - start)
         return x
-
-    def _cold_rows(self, layer: int, h: jax.Array, active: npt.NDArray[np.bool_]) -> Rows:
-        """The host's half for the active rows; the others get zeros."""
-        rows = np.asarray(h)
-        if active.all():
-            return self._cold.run(layer, rows)
-        y_cold = np.zeros_like(self._zeros)
-        y_cold[active] = self._cold.run(layer, rows[active])
-        return y_cold
 
     def _attend_chunk(self, state: DeviceState, layer: int, row: int, piece: Piece, y_cold: Rows) -> jax.Array:
         start, size, _ = piece

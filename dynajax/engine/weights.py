@@ -17,17 +17,22 @@ Leaves = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseWeights:
-    """Flat leaves of every AttentionBlock, the final norm [D], and the head's table [V, D]."""
+    """What is on the device besides the units, and the tables of an untied embedding, which stay on the host."""
 
-    layers: tuple[Leaves, ...]
-    norm: jax.Array
-    table: jax.Array
-    host_embed: np.ndarray | None  # [V, D] where the embedding is not the head; None where it is
+    scale: float  # of the embeddings
+    layers: tuple[Leaves, ...]  # flat leaves of every AttentionBlock
+    norm: Leaves  # the final one: weight [D], and bias [D] where it has one
+    table: jax.Array  # of the head, [V, D]
+    tables: Leaves  # embeddings [V, D] and learned positions [P, D], if on the device
+    host_tables: tuple[np.ndarray, ...]  # the same, if on the host
 
-    def lookup(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        """Embeddings of an untied model, from host memory: ids [T] -> [T, D]."""
-        assert self.host_embed is not None
-        return self.host_embed[ids].astype(np.float32)
+    def lookup(self, ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        """Embeddings from host memory: ids [T] at positions [T] -> [T, D]."""
+        embed, *learned = self.host_tables
+        x = embed[ids].astype(np.float32)
+        if self.scale != 1.0:
+            x *= np.float32(self.scale)
+        return x + learned[0][np.minimum(positions, len(learned[0]) - 1)].astype(np.float32) if learned else x
 
 
 def load_dense(
@@ -38,19 +43,26 @@ def load_dense(
     on_layer: Callable[[int], None],
 ) -> DenseWeights:
     """Read and send; each tensor leaves host memory before the next is read."""
-    dtype = programs.shapes.dtype
+    spec, dtype = checkpoint.spec, programs.shapes.dtype
 
     def send(array: np.ndarray) -> jax.Array:
         sent = jax.device_put(array, device)
         sent.block_until_ready()
         return sent
 
+    def tables(dtype: str) -> list[np.ndarray]:
+        learned = checkpoint.positions(dtype)
+        return [checkpoint.embed(dtype)] + ([] if learned is None else [learned])
+
     layers = []
-    for layer in range(checkpoint.spec.layers):
+    for layer in range(spec.layers):
         named = checkpoint.attention(layer, dtype)
         layers.append(tuple(send(named.pop(name)) for name in programs.leaf_names))
         on_layer(layer)
+    norm = tuple(send(part) for part in checkpoint.norm(dtype))
+    if spec.tied:
+        sent = tuple(send(table) for table in tables(dtype))
+        return DenseWeights(spec.embed_scale, tuple(layers), norm, sent[0], sent, ())
     head = checkpoint.head(dtype)
-    table = send(checkpoint.embed(dtype) if head is None else head)
-    host_embed = None if head is None else checkpoint.embed(host_dtype)
-    return DenseWeights(tuple(layers), send(checkpoint.norm(dtype)), table, host_embed)
+    assert head is not None, "an untied model has a head"
+    return DenseWeights(spec.embed_scale, tuple(layers), norm, send(head), (), tuple(tables(host_dtype)))

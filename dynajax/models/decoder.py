@@ -1,8 +1,8 @@
-"""The llama-family decoder as flax.nnx modules: trained, run resident and used as parity oracle.
+"""The decoder of every dense family as flax.nnx modules: trained, run resident and used as parity oracle.
 
-Weights keep the checkpoint's [out, in] layout; the FFN is unit-major ([F, D] for gate, up and down), so
-that one neuron is one row of each part. The engine uses `AttentionBlock` alone, as flat leaves, and
-computes the FFN from its pools.
+Weights keep the checkpoint's [out, in] layout; the FFN is unit-major ([F, W] for gate, up and down, W = unit_width),
+so that one neuron is one row of each part. The engine uses `AttentionBlock` alone, as flat leaves, and computes the
+FFN from its pools.
 """
 
 from __future__ import annotations
@@ -12,9 +12,37 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dynajax.config import ModelSpec
-from dynajax.ops.attention import attention, rope
-from dynajax.ops.ffn import activate
-from dynajax.ops.linear import contract, rms_norm
+from dynajax.ops.attention import attention
+from dynajax.ops.ffn import combine
+from dynajax.ops.linear import contract, layer_norm, rms_norm
+from dynajax.ops.rotary import rotate
+
+Weight = nnx.Param | jax.Array
+
+
+def embed(
+    spec: ModelSpec, table: jax.Array, learned: jax.Array | None, tokens: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Rows of table [V,D] for tokens [...], plus the learned positions [P,D] where the model has them; float32."""
+    x = scaled(table[tokens].astype(jnp.float32), spec.embed_scale)
+    return x if learned is None else x + learned[positions].astype(jnp.float32)
+
+
+def normed(spec: ModelSpec, x: jax.Array, weight: Weight, bias: Weight | None) -> jax.Array:
+    """x [..., D] through a norm of the model's kind, float32."""
+    if bias is None:
+        return rms_norm(x, weight[...], spec.norm_eps)
+    return layer_norm(x, weight[...], bias[...], spec.norm_eps)
+
+
+def add_ffn(spec: ModelSpec, x: jax.Array, y: jax.Array) -> jax.Array:
+    """x [..., D] plus a share y [..., W] of the FFN's output."""
+    return x + scaled(y[..., : spec.hidden], spec.residual_scale)
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    """x times a constant of the model, most of which are 1."""
+    return x if scale == 1.0 else x * jnp.float32(scale)
 
 
 class AttentionBlock(nnx.Module):
@@ -23,51 +51,92 @@ class AttentionBlock(nnx.Module):
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype):
         q_dim, kv_dim = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         narrow = 0.02 / (2 * spec.layers) ** 0.5  # residual projections start smaller (GPT-2)
+
+        def zeros(size: int, wanted: bool) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros((size,), dtype)) if wanted else None
+
+        def ones(size: int, wanted: bool) -> nnx.Param | None:
+            return nnx.Param(jnp.ones((size,), dtype)) if wanted else None
+
         self.spec = spec
-        self.attention_norm = nnx.Param(jnp.ones((spec.hidden,), dtype))
+        self.attention_norm = ones(spec.hidden, True)
+        self.attention_norm_bias = zeros(spec.hidden, spec.norm == "layer")
         self.q = nnx.Param(_normal(rngs, (q_dim, spec.hidden), 0.02, dtype))
         self.k = nnx.Param(_normal(rngs, (kv_dim, spec.hidden), 0.02, dtype))
         self.v = nnx.Param(_normal(rngs, (kv_dim, spec.hidden), 0.02, dtype))
         self.o = nnx.Param(_normal(rngs, (spec.hidden, q_dim), narrow, dtype))
-        self.ffn_norm = nnx.Param(jnp.ones((spec.hidden,), dtype))
+        self.q_bias = zeros(q_dim, spec.qkv_bias)
+        self.k_bias = zeros(kv_dim, spec.qkv_bias)
+        self.v_bias = zeros(kv_dim, spec.qkv_bias)
+        self.o_bias = zeros(spec.hidden, spec.o_bias)
+        self.q_norm = ones(spec.head_dim, spec.qk_norm)
+        self.k_norm = ones(spec.head_dim, spec.qk_norm)
+        self.ffn_norm = ones(spec.hidden, not spec.shared_norm)
+        self.ffn_norm_bias = zeros(spec.hidden, spec.norm == "layer" and not spec.shared_norm)
+        self.down_bias = zeros(spec.hidden, spec.ffn_bias)
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B,T,D], positions [B,T] -> rotated q [B,T,N,H], rotated k and v [B,T,KV,H], float32."""
+        """x [B,T,D], positions [B,T] -> q [B,T,N,H], k and v [B,T,KV,H], float32, rotated where the model does that."""
         spec = self.spec
-        h = rms_norm(x, self.attention_norm[...], spec.norm_eps)
-        q, k, v = (contract("BTD,OD->BTO", h, w[...]) for w in (self.q, self.k, self.v))
-        batch, length = x.shape[:2]
-        q = q.reshape(batch, length, spec.heads, spec.head_dim)
-        k = k.reshape(batch, length, spec.kv_heads, spec.head_dim)
-        v = v.reshape(batch, length, spec.kv_heads, spec.head_dim)
-        return rope(q, positions, spec.rope_theta), rope(k, positions, spec.rope_theta), v
+        h = normed(spec, x, self.attention_norm, self.attention_norm_bias)
+        q = self._heads(h, self.q, self.q_bias, self.q_norm)
+        k = self._heads(h, self.k, self.k_bias, self.k_norm)
+        v = self._heads(h, self.v, self.v_bias, None)
+        if spec.rope is None:
+            return q, k, v
+        return rotate(q, positions, spec.rope), rotate(k, positions, spec.rope), v
+
+    def _heads(self, h: jax.Array, weight: nnx.Param, bias: nnx.Param | None, norm: nnx.Param | None) -> jax.Array:
+        """One projection, cut into heads [B,T,heads,H], each normed where the model does that."""
+        out = _shifted(contract("BTD,OD->BTO", h, weight[...]), bias)
+        out = out.reshape(*out.shape[:2], -1, self.spec.head_dim)
+        return out if norm is None else rms_norm(out, norm[...], self.spec.norm_eps)
+
+    def mix(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+        """Attention of q [B,T,N,H] over keys and values [B,S,KV,H] -> [B,T,N,H]."""
+        return attention(q, k, v, positions, self.spec.window)
 
     def merge(self, x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Residual add of the attention output [B,T,N,H]; -> x [B,T,D] and the FFN's input h [B,T,D]."""
-        x = x + contract("BTO,DO->BTD", mixed.reshape(*mixed.shape[:2], -1), self.o[...])
-        return x, rms_norm(x, self.ffn_norm[...], self.spec.norm_eps)
+        """Residual add of the attention output [B,T,N,H]; -> x [B,T,D] and the FFN's input h [B,T,W].
+
+        x already holds the FFN's output bias, which no unit owns.
+        """
+        scale = self.spec.residual_scale
+        out = contract("BTO,DO->BTD", mixed.reshape(*mixed.shape[:2], -1), self.o[...])
+        after = x + scaled(_shifted(out, self.o_bias), scale)
+        weight, bias = self.ffn_norm, self.ffn_norm_bias
+        if self.spec.shared_norm:
+            weight, bias = self.attention_norm, self.attention_norm_bias
+        h = normed(self.spec, x if self.spec.parallel else after, weight, bias)
+        if self.down_bias is None:
+            return after, h
+        ones = jnp.ones((*h.shape[:2], 1), h.dtype)
+        zeros = jnp.zeros((*h.shape[:2], self.spec.unit_width - self.spec.hidden - 1), h.dtype)
+        down_bias = scaled(self.down_bias[...].astype(jnp.float32), scale)
+        return after + down_bias[None, None, :], jnp.concatenate([h, ones, zeros], axis=-1)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A whole sequence without a cache: x [B,T,D] -> x, h [B,T,D]."""
+        """A whole sequence without a cache: x [B,T,D] -> x [B,T,D], h [B,T,W]."""
         q, k, v = self.project(x, positions)
-        return self.merge(x, attention(q, k, v, positions))
+        return self.merge(x, self.mix(q, k, v, positions))
 
 
 class Ffn(nnx.Module):
-    """act(x gate^T) * (x up^T) down, every part [F, D]."""
+    """down(act(gate h) * up h), every part [F, W]; without a gate down(act(up h))."""
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype):
-        shape = (spec.ffn, spec.hidden)
+        shape = (spec.ffn, spec.unit_width)
         self.spec = spec
-        self.gate = nnx.Param(_normal(rngs, shape, 0.02, dtype))
+        self.gate = nnx.Param(_normal(rngs, shape, 0.02, dtype)) if spec.gated else None
         self.up = nnx.Param(_normal(rngs, shape, 0.02, dtype))
         self.down = nnx.Param(_normal(rngs, shape, 0.02 / (2 * spec.layers) ** 0.5, dtype))
 
     def __call__(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """h [B,T,D] -> output [B,T,D] and the gate before its activation [B,T,F]."""
-        gate = contract("BTD,FD->BTF", h, self.gate[...])
-        act = activate(gate, self.spec.activation) * contract("BTD,FD->BTF", h, self.up[...])
-        return contract("BTF,FD->BTD", act, self.down[...]), gate
+        """h [B,T,W] -> output [B,T,W] and the product that the activation reads [B,T,F]."""
+        up = contract("BTD,FD->BTF", h, self.up[...])
+        first = up if self.gate is None else contract("BTD,FD->BTF", h, self.gate[...])
+        values, _ = combine(first, None if self.gate is None else up, self.spec.activation)
+        return contract("BTF,FD->BTD", values, self.down[...]), first
 
 
 class Decoder(nnx.Module):
@@ -76,26 +145,35 @@ class Decoder(nnx.Module):
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
         self.spec = spec
         self.embed = nnx.Param(_normal(rngs, (spec.vocab, spec.hidden), 0.02, dtype))
+        learned = (spec.max_positions, spec.hidden)
+        self.positions = nnx.Param(_normal(rngs, learned, 0.02, dtype)) if spec.rope is None else None
         self.attention = nnx.List([AttentionBlock(spec, rngs, dtype) for _ in range(spec.layers)])
         self.ffn = nnx.List([Ffn(spec, rngs, dtype) for _ in range(spec.layers)])
         self.norm = nnx.Param(jnp.ones((spec.hidden,), dtype))
+        self.norm_bias = nnx.Param(jnp.zeros((spec.hidden,), dtype)) if spec.norm == "layer" else None
         self.head = None if spec.tied else nnx.Param(_normal(rngs, (spec.vocab, spec.hidden), 0.02, dtype))
 
     def __call__(self, tokens: jax.Array, keep: jax.Array | None = None) -> tuple[jax.Array, list[jax.Array]]:
-        """tokens [B,T] int32 -> logits [B,T,V] float32 and each layer's gate [B,T,F].
+        """tokens [B,T] int32 -> logits [B,T,V] float32 and, of each layer, what its activation reads [B,T,F].
 
         keep [L] float32 scales every layer's FFN output (0 removes it); None keeps all.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-        x = self.embed[...][tokens].astype(jnp.float32)
+        x = embed(
+            self.spec, self.embed[...], None if self.positions is None else self.positions[...], tokens, positions
+        )
         gates = []
         for layer, (attend, ffn) in enumerate(zip(self.attention, self.ffn, strict=True)):
             x, h = attend(x, positions)
             y, gate = ffn(h)
-            x = x + (y if keep is None else y * keep[layer])
+            x = add_ffn(self.spec, x, y if keep is None else y * keep[layer])
             gates.append(gate)
-        x = rms_norm(x, self.norm[...], self.spec.norm_eps)
+        x = scaled(normed(self.spec, x, self.norm, self.norm_bias), self.spec.logit_scale)
         return contract("BTD,VD->BTV", x, (self.embed if self.head is None else self.head)[...]), gates
+
+
+def _shifted(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    return x if bias is None else x + bias[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> jax.Array:

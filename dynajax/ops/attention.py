@@ -1,4 +1,4 @@
-"""Rotary positions and causal attention over a prefix of the KV cache."""
+"""Causal attention over a prefix of the KV cache."""
 
 from __future__ import annotations
 
@@ -8,26 +8,13 @@ import jax.numpy as jnp
 from dynajax.ops.linear import contract
 
 
-def rope(
-    x: jax.Array,  # [B, T, N, H] float32
-    positions: jax.Array,  # [B, T] int32
-    theta: float,
-) -> jax.Array:
-    """Rotate pairs (i, i + H/2) by position * theta^(-2i/H): the rotate-half form of the llama family."""
-    half = x.shape[-1] // 2
-    inv_freq = jnp.float32(theta) ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
-    angle = positions.astype(jnp.float32)[:, :, None, None] * inv_freq[None, None, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 @jax.named_scope("attention")
 def attention(
     q: jax.Array,  # [B, T, N, H] float32
     k: jax.Array,  # [B, S, KV, H] any float type
     v: jax.Array,  # [B, S, KV, H]
     positions: jax.Array,  # [B, T] int32, the absolute position of each query
+    window: int | None = None,  # keys a query sees, its own included; None: all up to its own
 ) -> jax.Array:
     """softmax(q k / sqrt(H)) v over keys 0..position; grouped queries share a KV head. -> [B, T, N, H].
 
@@ -38,7 +25,10 @@ def attention(
     groups = heads // k.shape[2]
     q = q.reshape(batch, length, k.shape[2], groups, size) * jnp.float32(size**-0.5)
     scores = contract("BTKGH,BSKH->BKGTS", q, k)
-    seen = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :] <= positions[:, :, None]  # [B, T, S]
+    keys, query = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :], positions[:, :, None]
+    seen = keys <= query  # [B, T, S]
+    if window is not None:
+        seen &= keys > query - window
     scores = jnp.where(seen[:, None, None, :, :], scores, jnp.float32(-1e30))
     out = contract("BKGTS,BSKH->BTKGH", jax.nn.softmax(scores, axis=-1), v)
     return out.reshape(batch, length, heads, size)

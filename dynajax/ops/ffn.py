@@ -1,4 +1,4 @@
-"""The gated FFN over unit-major rows: whole, or over the live slots of a device pool."""
+"""The FFN over unit-major rows, gated or not: whole, or over the live slots of a device pool."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dynajax.ops.linear import contract
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """The FFN's non-linearity; relu and fatrelu give exact zeros."""
+    """The FFN's non-linearity on one projection; all but silu give exact zeros."""
     match activation.kind:
-        case "relu":
+        case "relu" | "drelu":
             return jnp.maximum(x, 0)
         case "fatrelu":
             return jnp.where(x >= jnp.asarray(activation.threshold, x.dtype), x, jnp.zeros_like(x))
         case "silu":
             return x * jax.nn.sigmoid(x)
-    raise ValueError(f"activation must be relu, fatrelu or silu, got {activation.kind!r}")
+    raise ValueError(f"activation must be relu, fatrelu, silu or drelu, got {activation.kind!r}")
 
 
 def as_weights(part: jax.Array) -> jax.Array:
@@ -28,25 +28,43 @@ def as_weights(part: jax.Array) -> jax.Array:
 
 def pool_ffn_reference(h: jax.Array, parts: tuple[jax.Array, ...], activation: Activation) -> jax.Array:
     """What `pool_ffn` must compute, one plain product after the other in float32. h [T,D], parts [G,D] -> [T,D]."""
-    gate, up, down = (as_weights(part).astype(jnp.float32) for part in parts)
-    return (activate(h @ gate.T, activation) * (h @ up.T)) @ down
+    *ups, down = (as_weights(part).astype(jnp.float32) for part in parts)
+    act = activate(h @ ups[0].T, activation)
+    if len(ups) == 2:
+        up = h @ ups[1].T
+        act = act * (activate(up, activation) if activation.kind == "drelu" else up)
+    return act @ down
+
+
+def combine(first: jax.Array, up: jax.Array | None, activation: Activation) -> tuple[jax.Array, jax.Array]:
+    """The neurons' values, and which are live: the activation is not zero (drelu: neither of the two is).
+
+    first: the gate's products, or those of up in a model without a gate, where `up` is None.
+    """
+    act = activate(first, activation)
+    if up is None:
+        return act, act != 0
+    if activation.kind == "drelu":
+        act = act * activate(up, activation)
+        return act, act != 0
+    return act * up, act != 0
 
 
 @jax.named_scope("pool_ffn")
 def pool_ffn(
     h: jax.Array,  # [T, D] float32, the FFN's input
-    parts: tuple[jax.Array, ...],  # gate, up, down, each [G, D]: one neuron a row
+    parts: tuple[jax.Array, ...],  # (gate,) up, down, each [G, D]: one neuron a row
     activation: Activation,
 ) -> tuple[jax.Array, jax.Array]:
     """The part of the FFN that lives in a pool -> [T, D] float32, and which slots are live [T, G].
 
-    Live: the activation is not zero. The host adds the units that are not in the pool. The parts are
-    separate arrays because slicing one [G, P, D] array costs a temporary as large as the pool.
+    The host adds the units that are not in the pool. The parts are separate arrays because slicing one [G, P, D] array
+    costs a temporary as large as the pool.
     """
-    gate, up, down = (as_weights(part) for part in parts)
-    act = activate(contract("TD,GD->TG", h, gate), activation)
-    y = contract("TG,GD->TD", act * contract("TD,GD->TG", h, up), down)
-    return y, act != 0
+    *ups, down = (as_weights(part) for part in parts)
+    products = [contract("TD,GD->TG", h, part) for part in ups]
+    values, live = combine(products[0], products[1] if len(ups) == 2 else None, activation)
+    return contract("TG,GD->TD", values, down), live
 
 
 def write_slots_reference(parts, rows, slots):

@@ -24,3 +24,16 @@ def rms_norm(
     """x / rms(x) * weight, in float32 (Zhang & Sennrich 2019, without the mean)."""
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(eps))
     return x * scale * weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def layer_norm(
+    x: jax.Array,  # [..., D] float32
+    weight: jax.Array,  # [D]
+    bias: jax.Array,  # [D]
+    eps: float,
+) -> jax.Array:
+    """(x - mean) / deviation * weight + bias, in float32 (Ba et al. 2016)."""
+    ends = (1,) * (x.ndim - 1) + (-1,)
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + jnp.float32(eps))
+    return centred * scale * weight.astype(jnp.float32).reshape(ends) + bias.astype(jnp.float32).reshape(ends)

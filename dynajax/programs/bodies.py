@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from dynajax.config import Activation
-from dynajax.models.decoder import AttentionBlock
-from dynajax.ops.attention import attention
+from dynajax.config import ModelSpec
+from dynajax.models.decoder import AttentionBlock, add_ffn, embed, normed, scaled
 from dynajax.ops.ffn import pool_ffn
-from dynajax.ops.linear import contract, rms_norm
+from dynajax.ops.linear import contract
 
 Parts = tuple[jax.Array, ...]
-HostFfn = Callable[[jax.Array, jax.Array], jax.Array]  # layer int32, h [T,D] -> y_cold [T,D]
+HostFfn = Callable[[jax.Array, jax.Array], jax.Array]  # h [T,W], rows that count bool[T] -> y_cold [T,W]
 Hosts = Sequence[HostFfn | None]  # one a layer
 
 
@@ -29,53 +28,53 @@ def _write_kv(cache: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array
 
 
 def attend_rows(block: AttentionBlock, k, v, x, y_cold, positions, *, prefix: int):
-    """x, y_cold [B,D], positions [B] -> x [B,D], FFN input h [B,D], and the caches with the new keys."""
+    """x [B,D], y_cold [B,W], positions [B] -> x [B,D], FFN input h [B,W], and the caches with the new keys."""
     where = positions[:, None]
-    x = (x + y_cold)[:, None, :]
+    x = add_ffn(block.spec, x, y_cold)[:, None, :]
     q, k_new, v_new = block.project(x, where)
     for row in range(x.shape[0]):
         k = _write_kv(k, k_new[row : row + 1], jnp.int32(row), positions[row])
         v = _write_kv(v, v_new[row : row + 1], jnp.int32(row), positions[row])
-    x, h = block.merge(x, attention(q, k[:, :prefix], v[:, :prefix], where))
+    x, h = block.merge(x, block.mix(q, k[:, :prefix], v[:, :prefix], where))
     return x[:, 0], h[:, 0], k, v
 
 
 def attend_chunk(block: AttentionBlock, k, v, xs, y_cold, row, start, *, prefix: int):
-    """Chunk y_cold.shape[0] tokens of xs [S,D] from `start` -> xs, h [T,D], and the caches."""
+    """The T = y_cold.shape[0] tokens of xs [S,D] from `start` -> xs, h [T,W], and the caches."""
     size = y_cold.shape[0]
     zero = jnp.zeros((), jnp.int32)
-    x = (jax.lax.dynamic_slice_in_dim(xs, start, size) + y_cold)[None]
+    x = add_ffn(block.spec, jax.lax.dynamic_slice_in_dim(xs, start, size), y_cold)[None]
     where = (start + jnp.arange(size, dtype=jnp.int32))[None, :]
     q, k_new, v_new = block.project(x, where)
     k, v = _write_kv(k, k_new, row, start), _write_kv(v, v_new, row, start)
     window = (1, prefix, *k.shape[2:])
     k_row, v_row = (jax.lax.dynamic_slice(c, (row, zero, zero, zero), window) for c in (k, v))
-    x, h = block.merge(x, attention(q, k_row, v_row, where))
+    x, h = block.merge(x, block.mix(q, k_row, v_row, where))
     return jax.lax.dynamic_update_slice_in_dim(xs, x[0], start, axis=0), h[0], k, v
 
 
-def hot_rows(x, h, parts: Parts, tally, layer, active, *, activation: Activation):
+def hot_rows(x, h, parts: Parts, tally, layer, active, *, spec: ModelSpec):
     """x [B,D] plus the pool's share of the FFN; tally [L] gains the live slots of the active rows [B]."""
-    y, live = pool_ffn(h, parts, activation)
+    y, live = pool_ffn(h, parts, spec.activation)
     count = jnp.sum(live & active[:, None], dtype=jnp.int32)
-    return x + y, tally.at[layer].add(count)
+    return add_ffn(spec, x, y), tally.at[layer].add(count)
 
 
-def hot_chunk(xs, h, parts: Parts, start, *, activation: Activation):
+def hot_chunk(xs, h, parts: Parts, start, *, spec: ModelSpec):
     """xs [S,D] with the pool's share of the FFN added to the T = h.shape[0] positions from `start`."""
-    y, _ = pool_ffn(h, parts, activation)
+    y, _ = pool_ffn(h, parts, spec.activation)
     old = jax.lax.dynamic_slice_in_dim(xs, start, h.shape[0])
-    return jax.lax.dynamic_update_slice_in_dim(xs, old + y, start, axis=0)
+    return jax.lax.dynamic_update_slice_in_dim(xs, add_ffn(spec, old, y), start, axis=0)
 
 
-def embed_rows(table, ids):
-    """table [V,D], ids [B] -> x [B,D] float32."""
-    return table[ids].astype(jnp.float32)
+def embed_rows(tables: Parts, ids, positions, *, spec: ModelSpec):
+    """tables: embeddings [V,D] and, where the model has them, learned positions; ids, positions [B] -> x [B,D]."""
+    return embed(spec, tables[0], tables[1] if len(tables) == 2 else None, ids, positions)
 
 
-def embed_prompt(table, xs, ids):
+def embed_prompt(tables: Parts, xs, ids, *, spec: ModelSpec):
     """The workspace xs [S,D] filled with the embeddings of ids [S]."""
-    return xs.at[:].set(table[ids].astype(xs.dtype))
+    return xs.at[:].set(embed_rows(tables, ids, jnp.arange(len(ids), dtype=jnp.int32), spec=spec))
 
 
 def load_chunk(xs, rows, start):
@@ -83,37 +82,45 @@ def load_chunk(xs, rows, start):
     return jax.lax.dynamic_update_slice_in_dim(xs, rows, start, axis=0)
 
 
-def head(norm, table, x, y_cold, *, eps: float):
-    """Final norm and head: x, y_cold [B,D] -> logits [B,V] float32."""
-    return contract("BD,VD->BV", rms_norm(x + y_cold, norm, eps), table)
+def head(norm: Parts, table, x, y_cold, *, spec: ModelSpec):
+    """Final norm and head: x [B,D], y_cold [B,W] -> logits [B,V] float32. norm: weight, and bias where it has one."""
+    x = normed(spec, add_ffn(spec, x, y_cold), norm[0], norm[1] if len(norm) == 2 else None)
+    return contract("BD,VD->BV", scaled(x, spec.logit_scale), table)
 
 
-def token_rows(blocks, caches, pools, hosts: Hosts, x, tally, positions, active, *, prefix, activation):
-    """Callback mode: a whole decode step in one program -> x, y_cold of the last layer [B,D], tally, ks, vs.
+def token_rows(ends, blocks, caches, pools, hosts: Hosts, start, tally, positions, active, *, prefix: int):
+    """A whole decode step in one program -> logits [B,V], tally, ks, vs.
 
-    hosts[i] computes the units of layer i that are not on the device, None where all are; pools[i] is () where
-    none is.
+    ends: norm, head's table, and the tables of `embed_rows`, () where the embeddings are on the host: then `start` is
+    x [B,D], else ids [B]. hosts[i] computes the units of layer i that are not on the device, None where all are;
+    pools[i] is () where none is.
     """
+    norm, table, tables = ends
+    spec = blocks[0].spec
     ks, vs = map(list, caches)
-    y_cold = jnp.zeros_like(x)
+    x = embed_rows(tables, start, positions, spec=spec) if tables else start
+    none = jnp.zeros((x.shape[0], spec.unit_width), jnp.float32)
+    y_cold = none
     for i, (block, host) in enumerate(zip(blocks, hosts, strict=True)):
         x, h, ks[i], vs[i] = attend_rows(block, ks[i], vs[i], x, y_cold, positions, prefix=prefix)
-        y_cold = jnp.zeros_like(x) if host is None else host(jnp.int32(i), h)
+        y_cold = none if host is None else host(h, active)
         if pools[i]:
-            x, tally = hot_rows(x, h, pools[i], tally, i, active, activation=activation)
-    return x, y_cold, tally, ks, vs
+            x, tally = hot_rows(x, h, pools[i], tally, i, active, spec=spec)
+    return head(norm, table, x, y_cold, spec=spec), tally, ks, vs
 
 
-def token_chunk(blocks, caches, pools, hosts: Hosts, xs, row, start, *, size, prefix, activation):
-    """Callback mode: a prefill chunk through every layer in one program -> xs, ks, vs. Of a prompt only keys and
-    values outlive its prefill, so the last layer ends with them."""
+def token_chunk(blocks, caches, pools, hosts: Hosts, xs, row, start, count, *, size: int, prefix: int):
+    """A prefill chunk of `size` tokens, the first `count` of which count, through every layer in one program -> xs,
+    ks, vs. Of a prompt only keys and values outlive its prefill, so the last layer ends with them."""
+    spec = blocks[0].spec
     ks, vs = map(list, caches)
-    y_cold = jnp.zeros((size, xs.shape[1]), jnp.float32)
+    none = jnp.zeros((size, spec.unit_width), jnp.float32)
+    y_cold, wanted = none, jnp.arange(size, dtype=jnp.int32) < count
     for i, (block, host) in enumerate(zip(blocks, hosts, strict=True)):
         xs, h, ks[i], vs[i] = attend_chunk(block, ks[i], vs[i], xs, y_cold, row, start, prefix=prefix)
         if i == len(blocks) - 1:
             break
-        y_cold = jnp.zeros_like(y_cold) if host is None else host(jnp.int32(i), h)
+        y_cold = none if host is None else host(h, wanted)
         if pools[i]:
-            xs = hot_chunk(xs, h, pools[i], start, activation=activation)
+            xs = hot_chunk(xs, h, pools[i], start, spec=spec)
     return xs, ks, vs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -13,7 +13,6 @@ from flax import nnx
 from dynajax.models.decoder import AttentionBlock
 from dynajax.ops.ffn import write_slots
 from dynajax.programs import bodies
-from dynajax.programs.bodies import HostFfn
 from dynajax.programs.shapes import Shapes
 
 MAX_PROGRAMS = 60
@@ -24,6 +23,10 @@ def _shape(dims: Sequence[int], dtype="float32") -> jax.ShapeDtypeStruct:
 
 
 _INT = _shape((), "int32")
+_HANDLE = _shape((2,), "uint32")  # which engine's host a whole-token program calls; see hostcompute.ffi
+
+
+HostCall = Callable[[jax.Array, int, jax.Array, jax.Array], jax.Array]  # handle, layer, h [T,W], rows -> y_cold
 
 
 class Programs:
@@ -33,10 +36,10 @@ class Programs:
     the kinds say which sizes and arguments each takes.
     """
 
-    def __init__(self, shapes: Shapes, host_ffn: HostFfn | None = None):
+    def __init__(self, shapes: Shapes, host_call: HostCall | None = None):
         self.shapes = shapes
         self.compile_s = 0.0
-        self._host_ffn = host_ffn
+        self._host_call = host_call
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         spec = shapes.spec
         block = nnx.eval_shape(lambda: AttentionBlock(spec, nnx.Rngs(0), shapes.weight_type))
@@ -46,8 +49,12 @@ class Programs:
         self._leaves = tuple(_shape(leaf.shape, leaf.dtype) for leaf in leaves)
         self._kv = _shape(shapes.kv_shape, shapes.dtype)
         self._table = _shape((spec.vocab, spec.hidden), shapes.dtype)
+        learned = () if spec.rope is not None else (_shape((spec.max_positions, spec.hidden), shapes.dtype),)
+        self._tables = (self._table, *learned)
+        self._norm = (_shape((spec.hidden,), shapes.dtype),) * (2 if spec.norm == "layer" else 1)
         self._xs = _shape((shapes.ctx, spec.hidden))
         self._rows = _shape((shapes.batch, spec.hidden))
+        self._wide_rows = _shape((shapes.batch, spec.unit_width))
         self._ids = _shape((shapes.batch,), "int32")
         self._active = _shape((shapes.batch,), "bool")
         self._tally = _shape((spec.layers,), "int32")
@@ -89,11 +96,11 @@ class Programs:
     # One method per kind: sizes -> the lowered program. Arguments in the order of the shapes given to lower().
 
     def embed_rows(self) -> jax.stages.Lowered:
-        return jax.jit(bodies.embed_rows).lower(self._table, self._ids)
+        return self._jit(bodies.embed_rows).lower(self._tables, self._ids, self._ids)
 
     def embed_prompt(self) -> jax.stages.Lowered:
         ids = _shape((self.shapes.ctx,), "int32")
-        return jax.jit(bodies.embed_prompt, donate_argnums=1).lower(self._table, self._xs, ids)
+        return self._jit(bodies.embed_prompt, donate=1).lower(self._tables, self._xs, ids)
 
     def load_chunk(self, size: int) -> jax.stages.Lowered:
         chunk = _shape((size, self.shapes.spec.hidden))
@@ -103,57 +110,68 @@ class Programs:
         def run(leaves, k, v, x, y_cold, positions):
             return bodies.attend_rows(self._merge(leaves), k, v, x, y_cold, positions, prefix=prefix)
 
-        args = (self._leaves, self._kv, self._kv, self._rows, self._rows, self._ids)
+        args = (self._leaves, self._kv, self._kv, self._rows, self._wide_rows, self._ids)
         return jax.jit(run, donate_argnums=(1, 2)).lower(*args)
 
     def attend_chunk(self, size: int, prefix: int) -> jax.stages.Lowered:
         def run(leaves, k, v, xs, y_cold, row, start):
             return bodies.attend_chunk(self._merge(leaves), k, v, xs, y_cold, row, start, prefix=prefix)
 
-        chunk = _shape((size, self.shapes.spec.hidden))
-        args = (self._leaves, self._kv, self._kv, self._xs, chunk, _INT, _INT)
+        args = (self._leaves, self._kv, self._kv, self._xs, self._chunk(size), _INT, _INT)
         return jax.jit(run, donate_argnums=(1, 2, 3)).lower(*args)
 
     def hot_rows(self, slots: int) -> jax.stages.Lowered:
-        run = partial(bodies.hot_rows, activation=self.shapes.spec.activation)
-        args = (self._rows, self._rows, self._parts(slots), self._tally, _INT, self._active)
-        return jax.jit(run, donate_argnums=3).lower(*args)
+        args = (self._rows, self._wide_rows, self._parts(slots), self._tally, _INT, self._active)
+        return self._jit(bodies.hot_rows, donate=3).lower(*args)
 
     def hot_chunk(self, size: int, slots: int) -> jax.stages.Lowered:
-        run = partial(bodies.hot_chunk, activation=self.shapes.spec.activation)
-        chunk = _shape((size, self.shapes.spec.hidden))
-        return jax.jit(run, donate_argnums=0).lower(self._xs, chunk, self._parts(slots), _INT)
+        args = (self._xs, self._chunk(size), self._parts(slots), _INT)
+        return self._jit(bodies.hot_chunk, donate=0).lower(*args)
 
     def head(self) -> jax.stages.Lowered:
-        norm = _shape((self.shapes.spec.hidden,), self.shapes.dtype)
-        run = partial(bodies.head, eps=self.shapes.spec.norm_eps)
-        return jax.jit(run).lower(norm, self._table, self._rows, self._rows)
+        return self._jit(bodies.head).lower(self._norm, self._table, self._rows, self._wide_rows)
 
     def write(self, slots: int, count: int, host_dtype: str) -> jax.stages.Lowered:
         spec = self.shapes.spec
-        rows = _shape((count, spec.ffn_parts, 1, spec.hidden), host_dtype)
+        rows = _shape((count, spec.ffn_parts, 1, spec.unit_width), host_dtype)
         return jax.jit(write_slots, donate_argnums=0).lower(self._parts(slots), rows, _shape((count,), "int32"))
 
     def token_rows(self, prefix: int, *slots: int) -> jax.stages.Lowered:
-        def run(leaves, caches, pools, x, tally, positions, active):
-            body = partial(bodies.token_rows, prefix=prefix, activation=self.shapes.spec.activation)
-            blocks, hosts = [self._merge(leaf) for leaf in leaves], self._hosts(slots)
-            return body(blocks, caches, pools, hosts, x, tally, positions, active)
+        def run(handle, ends, leaves, caches, pools, start, tally, positions, active):
+            blocks, hosts = [self._merge(leaf) for leaf in leaves], self._hosts(handle, slots)
+            body = partial(bodies.token_rows, prefix=prefix)
+            return body(ends, blocks, caches, pools, hosts, start, tally, positions, active)
 
-        args = (*self._stacks(slots), self._rows, self._tally, self._ids, self._active)
-        return jax.jit(run, donate_argnums=(1, 4)).lower(*args)
+        tied = self.shapes.spec.tied
+        ends = (self._norm, self._table, self._tables if tied else ())
+        start = self._ids if tied else self._rows
+        args = (_HANDLE, ends, *self._stacks(slots), start, self._tally, self._ids, self._active)
+        return jax.jit(run, donate_argnums=(3, 6)).lower(*args)
 
     def token_chunk(self, size: int, prefix: int, *slots: int) -> jax.stages.Lowered:
-        def run(leaves, caches, pools, xs, row, start):
-            body = partial(bodies.token_chunk, size=size, prefix=prefix, activation=self.shapes.spec.activation)
-            return body([self._merge(leaf) for leaf in leaves], caches, pools, self._hosts(slots), xs, row, start)
+        def run(handle, leaves, caches, pools, xs, row, start, count):
+            blocks, hosts = [self._merge(leaf) for leaf in leaves], self._hosts(handle, slots)
+            body = partial(bodies.token_chunk, size=size, prefix=prefix)
+            return body(blocks, caches, pools, hosts, xs, row, start, count)
 
-        return jax.jit(run, donate_argnums=(1, 3)).lower(*self._stacks(slots), self._xs, _INT, _INT)
+        args = (_HANDLE, *self._stacks(slots), self._xs, _INT, _INT, _INT)
+        return jax.jit(run, donate_argnums=(2, 4)).lower(*args)
 
-    def _hosts(self, slots: Sequence[int]) -> bodies.Hosts:
+    def _jit(self, body: Callable, donate: int | None = None):
+        """A body that only needs the spec."""
+        return jax.jit(partial(body, spec=self.shapes.spec), donate_argnums=() if donate is None else donate)
+
+    def _chunk(self, size: int) -> jax.ShapeDtypeStruct:
+        return _shape((size, self.shapes.spec.unit_width))
+
+    def _hosts(self, handle: jax.Array, slots: Sequence[int]) -> bodies.Hosts:
         """The host's function for every layer that has units left for it."""
-        assert self._host_ffn is not None, "callback mode needs a host function"
-        return [self._host_ffn if count < self.shapes.spec.ffn else None for count in slots]
+
+        def host(layer: int) -> bodies.HostFfn:
+            assert self._host_call is not None, "units are left for a host that was not given"
+            return partial(self._host_call, handle, layer)
+
+        return [host(layer) if count < self.shapes.spec.ffn else None for layer, count in enumerate(slots)]
 
     def _stacks(self, slots: Sequence[int]):
         layers = self.shapes.spec.layers
@@ -161,7 +179,7 @@ class Programs:
         return (self._leaves,) * layers, (kv, kv), tuple(self._parts(count) for count in slots)
 
     def _parts(self, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        part = _shape((slots, self.shapes.spec.hidden), self.shapes.pool_type)
+        part = _shape((slots, self.shapes.spec.unit_width), self.shapes.pool_type)
         return (part,) * self.shapes.spec.ffn_parts if slots else ()
 
     def _merge(self, leaves) -> AttentionBlock:

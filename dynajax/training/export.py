@@ -33,7 +33,7 @@ def hf_config(spec: ModelSpec) -> dict[str, Any]:
         "vocab_size": spec.vocab,
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope_theta,
+        "rope_theta": spec.rope.theta,
         "tie_word_embeddings": spec.tied,
         "attention_bias": False,
         "mlp_bias": False,

@@ -12,8 +12,6 @@
 
 namespace {
 
-constexpr int32_t abi_version = 1;
-
 struct Handle {
   Pool pool;
   const Kernels* kernels;
@@ -30,7 +28,7 @@ int64_t first_outside(const hc_arena& arena, const int32_t* units, int64_t count
 
 }  // namespace
 
-int32_t hc_abi_version(void) { return abi_version; }
+int32_t hc_abi_version(void) { return hc_abi; }
 
 void* hc_pool_create(int32_t threads, const char* isa, int32_t* status) {
   bool known = false;

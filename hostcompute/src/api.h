@@ -1,9 +1,11 @@
 // The C interface of the library. No exception crosses it.
 //
-// Bump abi_version in api.cpp, and ABI_VERSION in library.py, when anything here changes.
+// Bump hc_abi here and ABI_VERSION in library.py when anything here or in ffi_src/table.h changes.
 #pragma once
 
 #include <cstdint>
+
+constexpr int32_t hc_abi = 2;
 
 #define HC_API extern "C" __attribute__((visibility("default")))
 
@@ -30,7 +32,8 @@ HC_API void hc_pool_destroy(void* pool);
 HC_API const char* hc_pool_isa(void* pool);
 
 // y[B,D] = FFN of x[B,D] over `count` units. live: uint8 [B,count] or null. totals: int64 [B + 1], the
-// live units of each row, then the bytes of weights read.
+// live units of each row, then the bytes of weights read. activation: 0 relu, 1 fatrelu, 2 silu, 3 drelu; the
+// last one, relu(gate) * relu(up), needs three parts.
 HC_API int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t batch, const int32_t* units,
                       int64_t count, int32_t activation, float threshold, int32_t skip_zeros, float* y,
                       uint8_t* live, int64_t* totals);

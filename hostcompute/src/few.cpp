@@ -1,7 +1,8 @@
 // One or two tokens: the weights come from memory once and everything else stays in the first cache, so what
 // counts is that the memory is never idle. Rows are read one after the other; while one is read the next one
 // comes in, and the pages of a later one are looked up. For that the order must be known ahead: the gates of a
-// block are read before the other rows of the block before it, whose gates have said which those are.
+// block are read before the other rows of the block before it, whose gates have said which those are. Where up
+// has a say in it, the down rows wait for one block more.
 #include <algorithm>
 #include <utility>
 
@@ -16,7 +17,7 @@ struct Block {
   int64_t first;  // neuron
   int rows;
   const char* base[max_block];  // the part-0 row of each neuron
-  int needed[max_block];        // the neurons whose other rows are needed
+  int needed[max_block];        // the neurons whose next rows are needed
   int count;                    // of needed
   float* h;                     // [count, tokens] activation, then times up
 };
@@ -43,21 +44,28 @@ class Few {
       x_[t] = plan.call.x + t * d_;
       y_[t] = y + t * d_;
     }
-    blocks_[0].h = values;
-    blocks_[1].h = values + max_block * tokens_;
+    for (Block& block : blocks_) {
+      block.h = values;
+      values += max_block * tokens_;
+    }
   }
 
   int64_t compute(int thread) {
     int64_t rows_read = 0;
-    Block* current = &blocks_[0];
-    Block* upcoming = &blocks_[1];
-    current->rows = current->count = 0;
-    for (int64_t block = thread; block < plan_.blocks + plan_.threads; block += plan_.threads) {
+    Block* upcoming = &blocks_[0];
+    Block* current = &blocks_[1];
+    Block* previous = &blocks_[2];
+    current->count = previous->count = 0;
+    const int64_t end = plan_.blocks + plan_.threads * (plan_.up_decides() ? 2 : 1);
+    for (int64_t block = thread; block < end; block += plan_.threads) {
+      const Block& decided = plan_.up_decides() ? *previous : *current;
       find(block, upcoming);
-      plan_order(*upcoming, *current, block + plan_.threads);
+      plan_order(*upcoming, *current, decided, block + plan_.threads);
       read_gates(upcoming);
-      read_others(*current);
-      rows_read += upcoming->rows + current->count * plan_.down();
+      rows_read += upcoming->rows + (plan_.has_gate() ? current->count : 0) + decided.count;
+      if (plan_.has_gate()) read_ups(current);
+      read_downs(decided);
+      std::swap(previous, current);
       std::swap(current, upcoming);
     }
     return rows_read;
@@ -69,15 +77,19 @@ class Few {
     block->first = block->rows == 0 ? 0 : plan_.begin(index);
   }
 
-  void plan_order(const Block& upcoming, const Block& current, int64_t then) {
+  void plan_order(const Block& upcoming, const Block& current, const Block& decided, int64_t then) {
     order_.clear();
     for (int r = 0; r < upcoming.rows; ++r) order_.add(upcoming.base[r]);
-    for (int part = 1; part <= plan_.down(); ++part)
-      for (int i = 0; i < current.count; ++i) order_.add(current.base[current.needed[i]] + part * plan_.part_stride());
+    if (plan_.has_gate()) add_needed(current, 1);
+    add_needed(decided, plan_.down());
     const char* gates[max_block];
     const int known = std::min(look_up_ahead, plan_.find_rows(then, gates));
     for (int r = 0; r < known; ++r) order_.add(gates[r]);
     order_.end();
+  }
+
+  void add_needed(const Block& block, int part) {
+    for (int i = 0; i < block.count; ++i) order_.add(block.base[block.needed[i]] + part * plan_.part_stride());
   }
 
   void read_gates(Block* block) {
@@ -94,13 +106,24 @@ class Few {
     }
   }
 
-  void read_others(const Block& block) {
-    for (int i = 0; plan_.has_gate() && i < block.count; ++i) {
-      float* h = block.h + i * tokens_;
+  void read_ups(Block* block) {
+    const int ups = std::exchange(block->count, 0);
+    for (int i = 0; i < ups; ++i) {
+      const float* gate = block->h + i * tokens_;
+      float* h = block->h + block->count * tokens_;
+      const int r = block->needed[i];
       float up[few_tokens];
       dot(up);
-      for (int t = 0; t < tokens_; ++t) h[t] = h[t] == 0 ? 0 : h[t] * up[t];
+      bool needed = !plan_.up_decides();
+      for (int t = 0; t < tokens_; ++t) {
+        h[t] = plan_.times_up(block->first + r, t, gate[t], up[t]);
+        needed = needed || h[t] != 0;
+      }
+      if (needed) block->needed[block->count++] = r;
     }
+  }
+
+  void read_downs(const Block& block) {
     for (int i = 0; i < block.count; ++i) {
       const Step step = next_step();
       plan_.tiles.axpy[0][tokens_ - 1](&step.row, block.h + i * tokens_, d_, step.next(), y_);
@@ -133,7 +156,7 @@ class Few {
   const int tokens_;
   const float* x_[few_tokens];
   float* y_[few_tokens];
-  Block blocks_[2];
+  Block blocks_[3];
   Order order_;
 };
 

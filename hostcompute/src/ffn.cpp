@@ -61,7 +61,11 @@ void reduce(Job& job) {
 int64_t row_bytes(const hc_arena& arena) { return arena.width * (arena.dtype == 0 ? 4 : 2); }
 
 void ffn(Pool& pool, const Kernels& kernels, const FfnCall& call) {
-  const int64_t floats = sum_floats(call) + 2 * max_block * call.batch;
+  if (call.batch == 0) {
+    call.totals[0] = 0;
+    return;
+  }
+  const int64_t floats = sum_floats(call) + block_values * max_block * call.batch;
   for (int thread = 0; thread < pool.threads(); ++thread) pool.scratch(thread).reserve(floats * sizeof(float));
   const int64_t marks = call.batch * call.count;
   uint8_t* live = call.live;

@@ -4,7 +4,7 @@
 #include "kernels.h"
 #include "pool.h"
 
-enum Activation : int32_t { relu = 0, fatrelu = 1, silu = 2 };
+enum Activation : int32_t { relu = 0, fatrelu = 1, silu = 2, drelu = 3 };
 
 struct FfnCall {
   const hc_arena& arena;

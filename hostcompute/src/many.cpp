@@ -24,9 +24,9 @@ class Many {
     for (int64_t block = thread; block < plan_.blocks; block += plan_.threads) {
       rows_ = plan_.find_rows(block, base_);
       dots(0, h_);
-      const int64_t first = plan_.begin(block);
+      first_ = plan_.begin(block);
       for (int64_t t = 0; t < call_.batch; ++t)
-        for (int r = 0; r < rows_; ++r) h_[t * rows_ + r] = plan_.activate(first + r, t, h_[t * rows_ + r]);
+        for (int r = 0; r < rows_; ++r) h_[t * rows_ + r] = plan_.activate(first_ + r, t, h_[t * rows_ + r]);
       rows_read += rows_ + (plan_.skip ? skipping() : everything());
     }
     return rows_read;
@@ -63,7 +63,8 @@ class Many {
   int64_t everything() {
     if (plan_.has_gate()) {
       dots(1, up_);
-      for (int64_t i = 0; i < call_.batch * rows_; ++i) h_[i] *= up_[i];
+      for (int64_t t = 0; t < call_.batch; ++t)
+        for (int r = 0; r < rows_; ++r) times_up(t, r, up_[t * rows_ + r]);
     }
     for (int64_t t0 = 0; t0 < call_.batch; t0 += tile) {
       const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.batch - t0));
@@ -81,18 +82,30 @@ class Many {
 
   // Up for all tokens, then down for all: two parts of a block fit into a cache, three may not.
   int64_t skipping() {
-    bool needed[max_block] = {};
-    for (int64_t t = 0; t < call_.batch; ++t) {
+    const int64_t with_gate = count_live();
+    for (int64_t t = 0; plan_.has_gate() && t < call_.batch; ++t) {
       int list[max_block];
-      const int live = find_live(t, list);
-      for (int i = 0; i < live; ++i) needed[list[i]] = true;
-      if (plan_.has_gate()) multiply_by_up(t, list, live);
+      multiply_by_up(t, list, find_live(t, list));
     }
+    const int64_t with_up = plan_.up_decides() ? count_live() : with_gate;
     for (int64_t t = 0; t < call_.batch; ++t) {
       int list[max_block];
       add_down(t, list, find_live(t, list));
     }
-    return plan_.down() * std::count(needed, needed + rows_, true);
+    return (plan_.has_gate() ? with_gate : 0) + with_up;
+  }
+
+  // Neurons of the block that some token needs.
+  int64_t count_live() const {
+    bool needed[max_block] = {};
+    for (int64_t t = 0; t < call_.batch; ++t)
+      for (int r = 0; r < rows_; ++r) needed[r] = needed[r] || h_[t * rows_ + r] != 0;
+    return std::count(needed, needed + rows_, true);
+  }
+
+  void times_up(int64_t t, int r, float up) {
+    float& h = h_[t * rows_ + r];
+    h = plan_.times_up(first_ + r, t, h, up);
   }
 
   int find_live(int64_t t, int* list) const {
@@ -107,7 +120,7 @@ class Many {
     for_groups(list, live, 1, [&](int i, int n, const void* const* rows, const void* const* next) {
       float up[tile];
       plan_.tiles.dot[n != 1][0](rows, &x, d_, next, up);
-      for (int r = 0; r < n; ++r) h_[t * rows_ + list[i + r]] *= up[r];
+      for (int r = 0; r < n; ++r) times_up(t, list[i + r], up[r]);
     });
   }
 
@@ -128,6 +141,7 @@ class Many {
   float* up_;  // [batch, rows_]
   const char* base_[max_block];
   int all_[max_block];  // 0, 1, 2, ...
+  int64_t first_ = 0;    // neuron of the block
   int rows_ = 0;
 };
 

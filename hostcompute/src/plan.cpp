@@ -40,6 +40,7 @@ float Plan::activate(int64_t neuron, int64_t token, float gate) const {
   float value;  // the comparisons let a NaN through, so that a numerical failure shows
   switch (call.activation) {
     case relu:
+    case drelu:
       value = gate <= 0 ? 0 : gate;
       break;
     case fatrelu:
@@ -48,8 +49,20 @@ float Plan::activate(int64_t neuron, int64_t token, float gate) const {
     default:
       value = gate / (1 + std::exp(-gate));
   }
+  if (value != 0 && call.activation != drelu) mark(neuron, token);
+  return value;
+}
+
+float Plan::times_up(int64_t neuron, int64_t token, float value, float up) const {
+  if (value == 0) return 0;
+  if (call.activation != drelu) return value * up;
+  value *= up <= 0 ? 0 : up;
+  if (value != 0) mark(neuron, token);
+  return value;
+}
+
+void Plan::mark(int64_t neuron, int64_t token) const {
   const int64_t unit = call.arena.rows == 1 ? neuron : neuron / call.arena.rows;  // a division takes a while
   // Two threads may mark the same expert; both write the same value.
-  if (value != 0) __atomic_store_n(&live[token * call.count + unit], 1, __ATOMIC_RELAXED);
-  return value;
+  __atomic_store_n(&live[token * call.count + unit], 1, __ATOMIC_RELAXED);
 }

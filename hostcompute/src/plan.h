@@ -13,6 +13,7 @@
 #include "kernels.h"
 
 constexpr int max_block = 64;  // neurons
+constexpr int block_values = 3;  // values of a neuron and a token that a thread has room for
 constexpr int few_tokens = 2;  // from more on, x and y no longer fit into the first cache beside the weights
 
 class Plan {
@@ -36,15 +37,23 @@ class Plan {
   int64_t part_stride() const { return call.arena.rows * row_bytes_; }
   int64_t row_bytes() const { return row_bytes_; }
 
-  // The activation of a neuron's gate for a token; the neuron's unit is marked live if it is not zero.
+  bool up_decides() const { return skip && call.activation == drelu; }  // which down rows are needed
+
+  // The activation of a neuron's gate for a token; the neuron's unit is marked live if it is not zero. With
+  // dReLU that is left to `times_up`.
   float activate(int64_t neuron, int64_t token, float gate) const;
 
+  // What `activate` gave, times up, which dReLU activates too. Zero stays zero, whatever up is.
+  float times_up(int64_t neuron, int64_t token, float value, float up) const;
+
  private:
+  void mark(int64_t neuron, int64_t token) const;
+
   int64_t neurons_;
   int64_t row_bytes_;
 };
 
 // Both add this thread's share of the answer to y [B,D] and return the number of weight rows read. `values`
-// has room for 2 * max_block * batch floats.
+// has room for block_values * max_block * batch floats.
 int64_t compute_few(const Plan& plan, int thread, float* y, float* values);   // batch <= few_tokens
 int64_t compute_many(const Plan& plan, int thread, float* y, float* values);

@@ -58,7 +58,7 @@ def make_case(
     activation: str = "relu",
     threshold: float = 0.0,
 ) -> Case:
-    """Eighths times quarters: every product and sum of a gate is exact. Some units may come twice."""
+    """Eighths times quarters: every product and sum of a gate or an up is exact. Some units may come twice."""
     rng = np.random.default_rng(seed)
     x = rng.integers(-8, 9, (batch, shape[3])).astype(np.float32) / 4
     bundle = (rng.integers(-8, 9, shape) / 8).astype(dtype)
@@ -73,11 +73,11 @@ def cases(draw: st.DrawFn) -> Case:
     inner = draw(st.sampled_from([1, 1, 3]))
     width = draw(st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 256])))
     batch = draw(st.one_of(st.integers(1, 9), st.just(70)))
-    activation = draw(st.sampled_from(["relu", "fatrelu", "silu"]))
+    activation = draw(st.sampled_from(["relu", "fatrelu", "silu", "drelu"]))
     return make_case(
         draw(st.integers(0, 2**32 - 1)),
         batch=batch,
-        shape=(neurons, draw(st.sampled_from([2, 3])), inner, width),
+        shape=(neurons, 3 if activation == "drelu" else draw(st.sampled_from([2, 3])), inner, width),
         count=draw(st.sampled_from([0, 1, 3, neurons])),
         dtype=draw(st.sampled_from(DTYPES)),
         activation=activation,

@@ -30,14 +30,18 @@ def check(pool: HostPool | NumpyPool, case: Case, *, skip_zeros: bool) -> None:
 
 
 def bytes_needed(case: Case, *, skip_zeros: bool) -> int:
-    """Every gate row; up and down of the rows that some token needs, or of all."""
+    """Every gate row; up and down of the rows that some token needs, or of all.
+
+    Up is needed where the gate is not zero, and so is down, but with drelu only where up is not zero either.
+    """
     n, parts, inner, width = case.bundle.shape
     rows = case.bundle.transpose(0, 2, 1, 3).reshape(n * inner, parts, 1, width)  # each inner row a unit
     units = (case.units[:, None] * inner + np.arange(inner)).ravel()
-    _, live = replace(case, bundle=rows, units=units).reference()
+    single = replace(case, bundle=rows, units=units)
+    by_gate = replace(single, activation="relu") if case.activation == "drelu" else single
     skips = skip_zeros and case.activation != "silu"
-    needed = int(live.any(axis=0).sum()) if skips else live.shape[1]
-    return (live.shape[1] + (parts - 1) * needed) * width * case.bundle.itemsize
+    downs, ups = (int((one.reference()[1] | (not skips)).any(axis=0).sum()) for one in (single, by_gate))
+    return (len(units) + (ups if parts == 3 else 0) + downs) * width * case.bundle.itemsize
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -52,6 +56,29 @@ def test_native_pool_equals_the_reference(pool_of, isa, threads, case, skip_zero
 @given(case=cases(), skip_zeros=MODES)
 def test_numpy_pool_equals_the_reference(case, skip_zeros):
     check(NumpyPool(1), case, skip_zeros=skip_zeros)
+
+
+@pytest.mark.parametrize("skip_zeros", [True, False])
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", [*ISAS, "numpy"])
+@pytest.mark.parametrize(("activation", "parts"), [("relu", 2), ("relu", 3), ("drelu", 3)])
+def test_relu_and_drelu_of_every_form(pool_of, isa, dtype, activation, parts, batch, skip_zeros):
+    """Two parts are what OPT has: the activation is that of fc1. Several blocks a thread, and a lone one."""
+    pool = NumpyPool(2) if isa == "numpy" else pool_of(isa, 2)
+    for count in (300, 5):
+        case = make_case(batch, batch=batch, shape=(310, parts, 1, 72), count=count, dtype=dtype, activation=activation)
+        check(pool, case, skip_zeros=skip_zeros)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_drelu_reads_less_than_relu_and_equals_its_dense_form(pool, batch):
+    case = make_case(12, batch=batch, shape=(300, 3, 1, 64), count=300, activation="drelu")
+    results = [pool.ffn(case.x, case.bundle, case.units, **case.kind, skip_zeros=skip) for skip in (True, False)]
+    np.testing.assert_allclose(results[0].y, results[1].y, rtol=0, atol=case.tolerance())
+    np.testing.assert_array_equal(results[0].live_count, results[1].live_count)
+    relu = pool.ffn(case.x, case.bundle, case.units, activation="relu")
+    assert results[0].bytes_read < relu.bytes_read < results[1].bytes_read == case.bundle.nbytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,6 +123,15 @@ def test_the_tolerance_notices_swapped_operands(pool, batch, swap):
         np.testing.assert_allclose(y, wanted, rtol=0, atol=case.tolerance())
 
 
+@pytest.mark.parametrize("batch", [1, 9])
+def test_the_tolerance_tells_drelu_from_relu(pool, batch):
+    case = make_case(13, batch=batch, shape=(40, 3, 1, 64), count=30, activation="drelu")
+    wanted, _ = case.reference()
+    y = pool.ffn(case.x, case.bundle, case.units, activation="relu").y
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=case.tolerance())
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("skip_zeros", [True, False])
@@ -128,6 +164,15 @@ def test_a_large_batch_is_added_up_by_all_threads():
         check(pool, case, skip_zeros=True)
 
 
+def test_no_rows_read_nothing(pool):
+    case = make_case(14, batch=0, shape=(20, 3, 1, 30), count=20)
+    for one in (pool, NumpyPool(1)):
+        for skip_zeros in (True, False):
+            result = one.ffn(case.x, case.bundle, case.units, **case.kind, skip_zeros=skip_zeros)
+            assert result.y.shape == (0, 30) and result.live_count.shape == (0,)
+            assert result.bytes_read == 0
+
+
 def test_the_answer_may_overwrite_the_input(pool):
     case = make_case(7, batch=6, shape=(50, 3, 1, 70), count=50)
     wanted, _ = case.reference()
@@ -147,13 +192,30 @@ def test_a_threshold_of_exactly_the_gate_is_live():
 
 
 @pytest.mark.parametrize("batch", [1, 6])
-def test_a_nan_shows(pool, batch):
-    case = make_case(8, batch=batch, shape=(10, 3, 1, 20), count=10)
+@pytest.mark.parametrize("activation", ["relu", "silu", "drelu"])
+@pytest.mark.parametrize("skip_zeros", [True, False])
+def test_a_nan_shows(pool, batch, activation, skip_zeros):
+    case = make_case(8, batch=batch, shape=(10, 3, 1, 20), count=10, activation=activation)
     case.x[0, 3] = np.nan
     for one in (pool, NumpyPool(1)):
-        y = one.ffn(case.x, case.bundle, case.units, **case.kind).y
+        y = one.ffn(case.x, case.bundle, case.units, **case.kind, skip_zeros=skip_zeros).y
         assert np.isnan(y[0]).all()
         assert np.isfinite(y[1:]).all()
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("skip_zeros", [True, False])
+def test_a_nan_of_either_factor_of_drelu_shows(pool, batch, part, skip_zeros):
+    """A gate that is not a number even where up is negative; an up where the gate lets it be read."""
+    bundle = np.ones((3, 3, 1, 20), np.float32)
+    bundle[:, 1 - part] *= -1 if part == 0 else 1
+    bundle[1, part, 0, 2] = np.nan
+    x, units = np.ones((batch, 20), np.float32), np.arange(3, dtype=np.int32)
+    for one in (pool, NumpyPool(1)):
+        result = one.ffn(x, bundle, units, activation="drelu", skip_zeros=skip_zeros)
+        assert np.isnan(result.y).all()
+        assert result.live_count.tolist() == [1 if part == 0 else 3] * batch
 
 
 def test_rows_that_begin_anywhere_in_memory(pool):

@@ -41,8 +41,13 @@ BAD_CALLS = {
     "units must be C-contiguous": {"units": np.arange(6, dtype=np.int32)[::2]},
     "units must be in [0, 6), got 6 at index 1": {"units": units(5, 6, 7)},
     "units must be in [0, 6), got -1 at index 0": {"units": units(-1)},
-    "activation must be one of relu, fatrelu, silu, got 'gelu'": {"activation": "gelu"},
+    "activation must be one of relu, fatrelu, silu, drelu, got 'gelu'": {"activation": "gelu"},
     "threshold must be 0, or finite with fatrelu, got 0.5 with relu": {"threshold": 0.5},
+    "threshold must be 0, or finite with fatrelu, got 0.5 with drelu": {"activation": "drelu", "threshold": 0.5},
+    "bundle must have 3 parts (gate, up, down) with drelu, got 2": {
+        "activation": "drelu",
+        "bundle": np.zeros((6, 2, 1, 8), np.float32),
+    },
     "threshold must be 0, or finite with fatrelu, got nan with fatrelu": {"activation": "fatrelu", "threshold": np.nan},
     "out must have shape [2, 8], got [1, 8]": {"out": np.empty((1, 8), np.float32)},
     "out must be float32, got float16": {"out": np.empty((2, 8), np.float16)},
@@ -139,7 +144,7 @@ def test_a_missing_instruction_set_is_refused_with_the_remedy():
 
 
 def test_an_empty_folder_holds_no_library(tmp_path):
-    with pytest.raises(RuntimeError, match="no compiled library"):
+    with pytest.raises(RuntimeError, match="no compiled library _native"):
         library.load_library(tmp_path)
 
 

@@ -33,6 +33,24 @@ def test_silu_of_a_hand_worked_value():
     assert live.all()
 
 
+def test_drelu_is_live_where_gate_and_up_are_positive():
+    one = BUNDLE[:1]
+    gates = np.array([1, 1, -1, -1], np.float32)  # times 3
+    ups = np.array([1, -1, 1, -1], np.float32)  # times 2
+    bundle = np.repeat(one, 4, axis=0)
+    bundle[:, 0] *= gates[:, None, None]
+    bundle[:, 1] *= ups[:, None, None]
+    for unit, wanted in enumerate([[6, 60], [0, 0], [0, 0], [0, 0]]):
+        y, live = ffn_reference(X, bundle, np.array([unit], np.int32), "drelu")
+        assert y.tolist() == [wanted]
+        assert live.tolist() == [[unit == 0]]
+
+
+def test_drelu_needs_a_gate_and_an_up():
+    with pytest.raises(ValueError, match=r"bundle must have 3 parts \(gate, up, down\) with drelu, got 2"):
+        ffn_reference(X, np.ascontiguousarray(BUNDLE[:, 1:]), UNITS, "drelu")
+
+
 def test_two_parts_have_no_gate():
     y, _ = ffn_reference(X, np.ascontiguousarray(BUNDLE[:, 1:]), UNITS, "relu")
     assert y.tolist() == [[2 * 1 + 15 * 7, 2 * 10 + 15 * 7]]
@@ -51,7 +69,7 @@ def test_a_unit_named_twice_counts_twice():
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match="activation must be relu, fatrelu or silu, got 'gelu'"):
+    with pytest.raises(ValueError, match="activation must be relu, fatrelu, silu or drelu, got 'gelu'"):
         ffn_reference(X, BUNDLE, UNITS, "gelu")
 
 

@@ -1,0 +1,55 @@
+"""Short names for --model, and what each stands for."""
+
+from __future__ import annotations
+
+import difflib
+
+SHIPPED = {"tiny-relullama": "tiny-relullama"}  # alias -> folder below dynajax/assets
+FETCHED = ("smollm2-135m",)  # made by scripts/fetch_model.py in the cache folder
+HUB = {  # alias -> repository on the Hugging Face hub
+    "relullama-7b": "SparseLLM/ReluLLaMA-7B",
+    "relullama-13b": "SparseLLM/ReluLLaMA-13B",
+    "relullama-70b": "SparseLLM/ReluLLaMA-70B",
+    "prosparse-7b": "SparseLLM/prosparse-llama-2-7b",
+    "prosparse-13b": "SparseLLM/prosparse-llama-2-13b",
+    "minicpm-s-1b": "openbmb/MiniCPM-S-1B-sft",
+    "bamboo-7b": "PowerInfer/Bamboo-base-v0_1",
+    "turbosparse-mistral": "PowerInfer/TurboSparse-Mistral-Instruct",
+    "relufalcon-40b": "SparseLLM/ReluFalcon-40B",
+    "sparselm-2b": "SakanaAI/SparseLM2B",
+    "opt-125m": "facebook/opt-125m",
+    "opt-1.3b": "facebook/opt-1.3b",
+    "opt-6.7b": "facebook/opt-6.7b",
+}
+EXPERTS = (  # mixtures of experts: known by name, not run by this version
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "qwen1.5-moe-a2.7b",
+    "olmoe-1b-7b",
+    "deepseek-v2-lite",
+    "granite-1b-a400m",
+    "switch-base-8",
+    "tiny-moe",
+)
+PREDICTOR_REPOS = {  # alias -> repository of model_<layer>.pt pickles, trained for that model
+    "relullama-7b": "PowerInfer/ReluLLaMA-7B-Predictor",
+    "relullama-13b": "PowerInfer/ReluLLaMA-13B-Predictor",
+    "relullama-70b": "PowerInfer/ReluLLaMA-70B-Predictor",
+    "prosparse-7b": "PowerInfer/prosparse-llama-2-7b-predictor",
+    "prosparse-13b": "PowerInfer/prosparse-llama-2-13b-predictor",
+    "bamboo-7b": "PowerInfer/Bamboo-base-v0.1-predictor",
+    "relufalcon-40b": "PowerInfer/ReluFalcon-40B-Predictor",
+}
+
+
+def runnable() -> tuple[str, ...]:
+    """Every alias that this version runs."""
+    return (*SHIPPED, *FETCHED, *HUB)
+
+
+def did_you_mean(name: str) -> str:
+    """ "; did you mean A, B?" with the nearest aliases, or nothing. A repository's name leads to its alias too."""
+    wanted = name[:100].lower()
+    spelt = {alias: alias for alias in runnable()} | {repo.lower(): alias for alias, repo in HUB.items()}
+    near = dict.fromkeys(spelt[word] for word in difflib.get_close_matches(wanted, spelt, n=3, cutoff=0.6))
+    return f"; did you mean {', '.join(near)}?" if near else ""

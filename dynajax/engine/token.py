@@ -1,0 +1,54 @@
+"""A token as one program: with every unit on the device, or with the host's half called from inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.engine.hosts import Host
+from dynajax.engine.state import DeviceState
+from dynajax.engine.stepper import OnPart, Piece
+from dynajax.engine.weights import DenseWeights
+from dynajax.pool import DevicePool
+from dynajax.programs import Programs, bucket_of
+
+Prefill = Callable[[DeviceState, int, list[Piece], OnPart], None]
+
+
+class TokenRunner:
+    """Decodes in one program; prefill is layer-major as in threads mode, whose `prompt` it is given."""
+
+    def __init__(self, programs: Programs, weights: DenseWeights, pool: DevicePool, host: Host, prompt: Prefill):
+        self._programs, self._weights, self._pool, self._host = programs, weights, pool, host
+        self.prompt = prompt
+
+    def reset_counters(self) -> None:
+        """Nothing is timed: the halves of one program cannot be told apart."""
+
+    def hot_s(self, steps: int) -> None:
+        """Unknown in this mode."""
+
+    def rows(
+        self,
+        state: DeviceState,
+        ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        active: npt.NDArray[np.bool_],
+    ) -> jax.Array:
+        """One token in each row through the model; see `Runner`."""
+        weights, pool = self._weights, self._pool
+        prefix = bucket_of(int(positions.max()) + 1, self._programs.shapes.prefixes)
+        program = self._programs.get("token_rows", prefix, *pool.slots)
+        ends = (weights.norm, weights.table, weights.tables)
+        start = ids if weights.tables else weights.lookup(ids, positions)
+        caches = (tuple(state.ks), tuple(state.vs))
+        with pool.lock, self._host.running(active):
+            pools = tuple(pool.parts(layer) for layer in range(len(weights.layers)))
+            logits, state.tally, ks, vs = program(
+                self._host.handle, ends, weights.layers, caches, pools, start, state.tally, positions, active
+            )
+            state.ks, state.vs = list(ks), list(vs)
+            return logits.block_until_ready()

@@ -1,0 +1,46 @@
+"""A model's name -> a folder whose weights can be read: found, downloaded, and converted if they are pickles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from dynajax.checkpoint import resolve_model
+from dynajax.checkpoint.hub_files import needs_conversion
+from dynajax.checkpoint.places import converted_folder
+from dynajax.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+
+def model_folder(
+    name: str,
+    *,
+    offline: bool = False,
+    config_only: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Path:
+    """As `resolve_model`, with PyTorch pickles converted once into the cache folder; nothing in them is executed.
+
+    With `config_only` nothing is converted: config.json and statistics are the same before and after.
+    """
+    folder = resolve_model(name, offline=offline, config_only=config_only, progress=progress)
+    if config_only or not folder.is_dir() or not needs_conversion(folder):
+        return folder
+    target = converted_folder(folder)
+    if not _is_there(target):
+        from dynajax.convert.weights import convert_weights
+
+        log.info("converting the pickles of %s to %s, once", name, target)
+        try:
+            convert_weights(folder, target, progress=progress)
+        except UsageError:  # another process writes, or has just written, the same folder
+            if not _is_there(target):
+                raise
+    return target
+
+
+def _is_there(target: Path) -> bool:
+    """A converted folder is renamed into place when it is whole."""
+    return (target / "config.json").is_file()

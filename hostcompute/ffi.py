@@ -1,0 +1,174 @@
+"""The native FFN as a custom call inside jitted programs of the CPU backend: about a microsecond a call.
+
+A program gets the address of a `HostTable` as an operand, so it can be compiled before there are weights, and one
+compiled program serves several engines. Kernels and answers are those of `HostPool.ffn`, bit for bit.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from hostcompute.checks import activation_code, check_array, check_bundle
+from hostcompute.library import REMEDY, HostPool, call_error, find_library, load_library
+
+TARGET = "dynajax_cold_ffn"
+NOT_ATTACHED = -2
+REBUILD = "it was built for a newer one: run `python setup.py build_ext --inplace --force` in a checkout, or reinstall"
+
+
+class _Layer(ctypes.Structure):
+    """FfiLayer of ffi_src/table.h."""
+
+    _fields_ = (
+        ("ffn", ctypes.c_void_p),
+        ("pool", ctypes.c_void_p),
+        ("arena", ctypes.c_void_p),
+        ("units", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("activation", ctypes.c_int32),
+        ("threshold", ctypes.c_float),
+        ("skip_zeros", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
+        ("live", ctypes.c_int64),  # from here on 64-bit counters, see HostTable._counts
+        ("bytes_read", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("nanoseconds", ctypes.c_int64),
+        ("status", ctypes.c_int64),
+    )
+
+
+class _Table(ctypes.Structure):
+    """FfiTable of ffi_src/table.h."""
+
+    _fields_ = (("layers", ctypes.c_int64), ("layer", ctypes.c_void_p))
+
+
+class Counters(NamedTuple):
+    """What the calls since the last `reset` added up to, by layer. The arrays belong to the caller."""
+
+    live: npt.NDArray[np.int64]  # [L] live units, summed over the rows
+    bytes_read: npt.NDArray[np.int64]  # [L] of weights
+    rows: npt.NDArray[np.int64]  # [L] active rows
+    seconds: npt.NDArray[np.float64]  # [L] inside the handler, on the host
+
+
+class HostTable:
+    """Where the weights of one engine's layers lie, for programs that call `cold_ffn_ffi`.
+
+    Must live as long as any program that was given its address may run. `attach` and `detach` are for moments in
+    which none runs; `detach` comes before the pool is closed.
+    """
+
+    def __init__(self, layers: int) -> None:
+        if layers < 1:
+            raise ValueError(f"layers must be >= 1, got {layers}")
+        self._layers = (_Layer * layers)()
+        self._table = _Table(layers, ctypes.addressof(self._layers))
+        words = np.frombuffer(memoryview(self._layers).cast("B"), np.int64).reshape(layers, -1)
+        self._counts = words[:, _Layer.live.offset // 8 :]  # [L, live ... status]
+        self._held: tuple[HostPool, list[np.ndarray], list[npt.NDArray[np.int32]]] | None = None
+
+    @property
+    def address(self) -> npt.NDArray[np.uint32]:
+        """The operand [2] for `cold_ffn_ffi`; always the same."""
+        return np.array([ctypes.addressof(self._table)], np.uint64).view(np.uint32)
+
+    def attach(
+        self,
+        pool: HostPool,
+        arenas: Sequence[np.ndarray],  # [L] of [n,P,W,D]
+        units_by_layer: Sequence[npt.NDArray[np.int32]],  # [L] of [C]
+        *,
+        activation: str,
+        threshold: float = 0.0,
+        skip_zeros: bool = True,
+    ) -> None:
+        """What the layers compute from now on; keeps pool and arrays alive. Counters start at zero.
+
+        The arrays are read in place at every call: changed units take effect, and are checked, at the next one.
+        """
+        if not isinstance(pool, HostPool):
+            raise ValueError(f"pool must be a HostPool, got {type(pool).__name__}")
+        held = (pool, list(arenas), list(units_by_layer))
+        for name, given in (("arenas", held[1]), ("units_by_layer", held[2])):
+            if len(given) != len(self._layers):
+                raise ValueError(f"{name} must have {len(self._layers)} layers, got {len(given)}")
+        layers = []
+        for arena, units in zip(held[1], held[2], strict=True):
+            check_bundle(arena)
+            check_array("units", units, np.dtype(np.int32), (None,))
+            code = activation_code(activation, threshold, arena.shape[1])
+            where = (pool.ffn_address, pool.handle, pool.arena_address(arena), units.ctypes.data, len(units))
+            layers.append(_Layer(*where, code, threshold, skip_zeros))
+        self._layers[:] = layers
+        self._held = held
+
+    def detach(self) -> None:
+        """Lets go of pool and arrays; a program fails that calls a layer before something is attached again."""
+        self._layers[:] = [_Layer() for _ in self._layers]
+        self._held = None
+
+    def reset(self) -> None:
+        """Sets the counters to zero and forgets an error."""
+        self._counts[:] = 0
+
+    def counters(self) -> Counters:
+        live, bytes_read, rows, nanoseconds, _ = self._counts.T.copy()
+        return Counters(live, bytes_read, rows, nanoseconds * 1e-9)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why a program failed, if it was a layer of this table: to be raised in place of what JAX raised.
+
+        That is a JaxRuntimeError or a ValueError, from the call or when the result is waited for.
+        The first failure since the last `reset` or `attach`, of the first layer that had one.
+        """
+        for index, status in enumerate(self._counts[:, -1].tolist()):
+            if status == NOT_ATTACHED:
+                return RuntimeError(f"layer {index} has no weights: attach them before the program runs")
+            if status:
+                assert self._held is not None
+                _, arenas, units_by_layer = self._held
+                error = call_error(status, units_by_layer[index], len(arenas[index]))
+                error.add_note(f"in layer {index}")
+                return error
+        return None
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why `cold_ffn_ffi` cannot be used in this process; None if it can. The first call registers the handler."""
+    try:
+        load_library()
+        library = find_library("_ffi")
+    except RuntimeError as error:
+        return f"{error}; {REMEDY}"
+    try:
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.dynajax_cold_ffn), platform="cpu")
+    except Exception as error:  # jaxlib does not say which
+        return f"jaxlib {version('jaxlib')} refuses the handler: {error}; {REBUILD}"
+    return None
+
+
+def cold_ffn_ffi(table: jax.Array, layer: int, h: jax.Array, active: jax.Array) -> jax.Array:
+    """y [T,D] float32: the FFN that the table holds for this layer, of the active rows. For use under `jit`.
+
+    table: uint32 [2], `HostTable.address`; h: float32 [T,D]; active: bool [T]. Rows that are not active are zero and
+    cost nothing. On the CPU backend only. When a call fails, so does the program: `HostTable.error` says why.
+    """
+    if (reason := unavailable()) is not None:
+        raise RuntimeError(f"the FFI handler cannot be used: {reason}")
+    if table.dtype != np.uint32 or table.shape != (2,):
+        raise ValueError(f"table must be uint32 [2], got {table.dtype} {list(table.shape)}")
+    if h.ndim != 2 or h.dtype != np.float32:
+        raise ValueError(f"h must be float32 [T,D], got {h.dtype} {list(h.shape)}")
+    if active.dtype != np.bool_ or active.shape != h.shape[:1]:
+        raise ValueError(f"active must be bool [{h.shape[0]}], got {active.dtype} {list(active.shape)}")
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(h.shape, np.float32))
+    return call(table, h, active, layer=np.int32(layer))

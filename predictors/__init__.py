@@ -1,0 +1,1 @@
+"""Guesses of which neurons a token needs, and the folders they are kept in."""

@@ -1,0 +1,16 @@
+"""Convert PyTorch weights, a GGUF file, or PowerInfer's predictors and activation counts; runs nothing found in them.
+
+    python scripts/convert.py ReluLLaMA-7B --out ReluLLaMA-7B-safetensors --dtype float16
+
+Every flag: --help. `dynajax convert` is the same command, installed.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation
+
+from dynajax.cli import main
+
+if __name__ == "__main__":
+    main("convert")
