@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, Undefined
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from dynajax.checkpoint.gguf_file import CHAT_TEMPLATE
@@ -42,6 +45,16 @@ class Chat:
         return render_chat(self.template, messages, bos_token=self.bos_token, eos_token=self.eos_token)
 
 
+class _Generation(Extension):
+    """{% generation %} marks what the assistant wrote, for training; here its content is written as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012  the base class has it so
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Also bounds the operators that make large things out of small ones."""
 
@@ -70,7 +83,7 @@ def render_chat(
     """
     if len(template.encode("utf-8", "replace")) > TEMPLATE_BYTES:
         raise ModelError(f"the chat template has more than {TEMPLATE_BYTES} bytes")
-    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
     sandbox.filters["tojson"] = _to_json
     functions = {"raise_exception": _refuse, "strftime_now": _now}
     values = {

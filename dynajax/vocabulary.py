@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -85,12 +86,11 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def add_tokens(tokenizer: Tokenizer, tokens: Sequence[AddedToken]) -> None:
     """Add in this order: those that the vocabulary has keep their ids, others get the next free ones."""
-    for special in (False, True):
-        chosen = [token for token in tokens if token.special == special]
-        if chosen and special:
-            tokenizer.add_special_tokens(chosen)
-        elif chosen:
-            tokenizer.add_tokens(chosen)
+    for special, group in groupby(tokens, key=lambda token: token.special):
+        if special:
+            tokenizer.add_special_tokens(list(group))
+        else:
+            tokenizer.add_tokens(list(group))
 
 
 def _bpe(pieces: Pieces) -> models.BPE:

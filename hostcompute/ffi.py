@@ -143,15 +143,22 @@ class HostTable:
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why `cold_ffn_ffi` cannot be used in this process; None if it can. The first call registers the handler."""
+    """Why `cold_ffn_ffi` cannot be used in this process; None if it can. The first call registers the handler.
+
+    It starts JAX's backends, because a handler that is refused while one starts takes the backend down with it.
+    """
     try:
         load_library()
         library = find_library("_ffi")
     except RuntimeError as error:
         return f"{error}; {REMEDY}"
     try:
+        jax.devices("cpu")
+    except RuntimeError as error:
+        return f"no CPU backend: {error}"
+    try:
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.dynajax_cold_ffn), platform="cpu")
-    except Exception as error:  # jaxlib does not say which
+    except RuntimeError as error:
         return f"jaxlib {version('jaxlib')} refuses the handler: {error}; {REBUILD}"
     return None
 

@@ -4,11 +4,13 @@ A `mlp` predictor of layer i is two matrices: fc1 [R, D] and fc2 [F, R], R may d
 
 manifest.json: version (1), kind ("mlp"), fingerprint (of the model it was made for, or null: unknown), layers,
 hidden, ffn, ranks (one a layer), dtype, lead (layers between input and prediction), threshold (or null), source,
-tokens (seen in training, or null), metrics (an object, or null). weights/ holds {"000": {"fc1", "fc2"}, ...}.
+tokens (seen in training, or null), metrics (an object, or null), files (every file in weights/ with its sha256).
+weights/ holds {"000": {"fc1", "fc2"}, ...}; orbax sees it only once its files are those of the manifest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -24,7 +26,7 @@ import numpy.typing as npt
 
 from dynajax.checkpoint.drafts import draft_of
 from dynajax.checkpoint.json_file import read_json
-from dynajax.checkpoint.wording import located, plain, quoted
+from dynajax.checkpoint.wording import listing, located, plain, quoted
 from dynajax.errors import MismatchError, ModelError, NumericalError, StorageError
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ def write_predictors(folder: Path, manifest: Manifest, weights: Weights) -> Path
     needed = sum(fc1.nbytes + fc2.nbytes for fc1, fc2 in weights) + _SLACK_BYTES
     with draft_of(folder, needed) as draft:
         _save(draft / WEIGHTS_NAME, _tree(weights))
+        record["files"] = _hashes(draft / WEIGHTS_NAME)
         with (draft / MANIFEST_NAME).open("w", encoding="utf-8") as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")
@@ -92,6 +95,13 @@ def write_predictors(folder: Path, manifest: Manifest, weights: Weights) -> Path
 
 def read_manifest(folder: Path) -> Manifest:
     """What the folder says of itself. StorageError: no such folder; ModelError: damaged, or another version."""
+    record = _read_record(folder)
+    values: dict[str, Any] = {field.name: record[field.name] for field in fields(Manifest)}
+    values["ranks"] = tuple(values["ranks"])
+    return Manifest(**values)
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise StorageError(f"no predictor folder {located(folder)}")
     record = read_json(folder / MANIFEST_NAME, _MANIFEST_BYTES)
@@ -99,9 +109,33 @@ def read_manifest(folder: Path) -> Manifest:
         raise ModelError(f"{located(folder)} has version {quoted(record.get('version'))}, this program reads {VERSION}")
     if problem := _problem(record):
         raise ModelError(f"{located(folder / MANIFEST_NAME)}: {problem}")
-    values: dict[str, Any] = {field.name: record[field.name] for field in fields(Manifest)}
-    values["ranks"] = tuple(values["ranks"])
-    return Manifest(**values)
+    return record
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """sha256 of every file below `folder`, by its path there; a link has none, and so never matches."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            found[path.relative_to(folder).as_posix()] = ""
+        elif path.is_file():
+            with path.open("rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _check_files(folder: Path) -> None:
+    """orbax ends a damaged store with hanging futures and pages of log: it must not see one."""
+    said = _read_record(folder).get("files")
+    if not isinstance(said, dict) or not said:
+        raise ModelError(f"{located(folder / MANIFEST_NAME)}: files must be an object, got {quoted(said)}")
+    try:
+        found = _hashes(folder / WEIGHTS_NAME)
+    except OSError as error:
+        raise StorageError(f"cannot read {located(folder / WEIGHTS_NAME)}: {error.strerror or error}") from error
+    if found != said:
+        names = [name for name in said.keys() | found.keys() if said.get(name) != found.get(name)]
+        raise ModelError(f"{located(folder / WEIGHTS_NAME)} is damaged: {listing(names)}: convert or train it again")
 
 
 def read_predictors(
@@ -124,6 +158,7 @@ def read_predictors(
         )
     if manifest.fingerprint is None:
         log.info("%s does not say which model it was made for: only the sizes were compared", located(folder))
+    _check_files(folder)
     tree = _restore(folder, manifest)
     weights = [(tree[_key(i)]["fc1"], tree[_key(i)]["fc2"]) for i in range(manifest.layers)]
     if problem := _weights_problem(manifest, weights):

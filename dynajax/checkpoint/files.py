@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.checkpoint import mapping
-from dynajax.checkpoint.reading import STORED_DTYPES, numpy_dtype, read_into, read_transposed_into
+from dynajax.checkpoint.gguf_file import read_gguf
+from dynajax.checkpoint.reading import READABLE, STORED_DTYPES, numpy_dtype, read_into, read_transposed_into
 from dynajax.checkpoint.shards import INDEX, Shard, Stored, find_shards, read_shard
-from dynajax.checkpoint.spec import read_spec
+from dynajax.checkpoint.spec import GGUF, read_spec, spec_of
 from dynajax.checkpoint.wording import SHOWN, listing, located, plain, quoted
 from dynajax.config import ModelSpec
 from dynajax.errors import ModelError, StorageError
@@ -31,7 +32,7 @@ _NOT_IDENTITY = ("max_positions", "dtype", "bos_id", "eos_ids")  # change what i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """One validated model folder. Holds names and offsets only; every read allocates or fills what it returns.
+    """One validated model folder or .gguf file: names and offsets; every read allocates or fills what it returns.
 
     Reads raise NumericalError for NaN, infinity or float16 overflow, and ModelError if a shard changed
     since `open`.
@@ -44,20 +45,24 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
-        """Validate config, index, shards and every tensor's name, shape and type.
+        """Validate config, index, shards and every tensor's name, shape and type; of a .gguf file its header.
 
         One ModelError lists all problems of the first stage that has any: the config, then the files, then
         the tensors.
         """
         folder = Path(folder)
-        if not folder.is_dir():
-            raise ModelError(f"{located(folder)} is not a folder: a model is a folder with config.json")
-        spec = read_spec(folder)
-        try:
-            paths, weight_map = find_shards(folder)
-        except OSError as error:
-            raise StorageError(f"cannot read {located(folder)}: {error.strerror}") from error
-        shards = _read_shards(folder, paths)
+        if folder.suffix == GGUF and folder.is_file():
+            model = read_gguf(folder)
+            spec, shards, weight_map = spec_of(model.config, folder), (model.shard,), None
+        else:
+            if not folder.is_dir():
+                raise ModelError(f"{located(folder)} is not a folder: a model is a folder with config.json")
+            spec = read_spec(folder)
+            try:
+                paths, weight_map = find_shards(folder)
+            except OSError as error:
+                raise StorageError(f"cannot read {located(folder)}: {error.strerror}") from error
+            shards = _read_shards(folder, paths)
         problems = _index_problems(shards, weight_map)
         found = {name: stored for shard in shards for name, stored in shard.tensors.items()}
         tensors, more = _match(found, spec)
@@ -227,9 +232,9 @@ def _wrong_shapes(found: dict[str, Stored], wanted: dict[str, tuple[int, ...]]) 
 
 def _wrong_dtypes(found: dict[str, Stored], wanted: dict[str, tuple[int, ...]]) -> list[str]:
     return [
-        f"{name} {plain(found[name].dtype)}, expected {'/'.join(STORED_DTYPES)}"
+        f"{name} {plain(found[name].dtype)}, expected {'/'.join(READABLE)}"
         for name in wanted
-        if name in found and found[name].dtype not in STORED_DTYPES
+        if name in found and found[name].dtype not in READABLE
     ]
 
 

@@ -15,13 +15,13 @@ def is_plain_name(name: object) -> bool:
 def stray_link(path: Path) -> str | None:
     """A problem if `path` is a link that leaves its folder, else None. The file need not exist.
 
-    The one exception is the hub cache's own layout, `NAME/snapshots/REVISION/file -> ../../blobs/HASH`:
-    a link into the `blobs` folder of the same cached model is allowed.
+    The one exception is the hub cache's own layout, `NAME/snapshots/REVISION/file -> ../../blobs/HASH`: a link into
+    the `blobs` folder of the same cached model, or of the cache, is allowed.
     """
     folder = path.parent.resolve()
     allowed = [folder]
     if folder.parent.name == "snapshots":
-        allowed.append(folder.parent.parent / "blobs")
+        allowed += [folder.parent.parent / "blobs", folder.parent.parent.parent / "blobs"]
     try:
         target = path.resolve()
     except (OSError, RuntimeError):  # a loop of links

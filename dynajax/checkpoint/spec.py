@@ -13,6 +13,7 @@ from typing import Any
 
 from dynajax.checkpoint.families import FAMILIES, Family
 from dynajax.checkpoint.fields import Fields, found
+from dynajax.checkpoint.gguf_file import read_gguf
 from dynajax.checkpoint.json_file import read_json
 from dynajax.checkpoint.paths import stray_link
 from dynajax.checkpoint.rope import read_rope
@@ -20,6 +21,7 @@ from dynajax.checkpoint.wording import located, quoted
 from dynajax.config import DTYPE_BYTES, Activation, ActivationKind, ModelSpec
 from dynajax.errors import ModelError
 
+GGUF = ".gguf"
 CONFIG_BYTES = 2**20  # the largest config.json read
 ACTIVATIONS: dict[str, ActivationKind] = {"relu": "relu", "fatrelu": "fatrelu", "silu": "silu", "swish": "silu"}
 
@@ -40,11 +42,20 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The model `folder/config.json` describes. ModelError lists everything wrong with it in one line."""
+    """The model that `folder/config.json` describes, or the header of a .gguf file. ModelError lists everything wrong
+    with it in one line."""
+    is_file = folder.suffix == GGUF and folder.is_file()
+    return spec_of(read_config(folder), folder if is_file else folder / "config.json")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json says, unchecked; of a .gguf file what it would say."""
+    if folder.suffix == GGUF and folder.is_file():
+        return read_gguf(folder).config
     path = folder / "config.json"
     if problem := stray_link(path):
         raise ModelError(problem)
-    return spec_of(read_json(path, CONFIG_BYTES), path)
+    return read_json(path, CONFIG_BYTES)
 
 
 def spec_of(config: dict, source: Path) -> ModelSpec:

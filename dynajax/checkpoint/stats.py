@@ -22,6 +22,11 @@ VERSION = 1
 _OVERHEAD_BYTES = 2**16  # headers and the small members
 
 
+def stats_path(model: Path) -> Path:
+    """Where a model's own statistics are looked for: in its folder, or beside its .gguf file as NAME.activations.npz."""
+    return model.with_name(f"{model.stem}.{STATS_NAME}") if model.suffix == ".gguf" else model / STATS_NAME
+
+
 def read_stats(path: Path, spec: ModelSpec, fingerprint: str | None) -> npt.NDArray[np.float32]:
     """The frequencies [L, F]. MismatchError if the file is another model's, another version's or damaged.
 

@@ -13,10 +13,12 @@ from dynajax.cli.generate import generate
 from dynajax.cli.options import flat
 from dynajax.cli.plan import plan
 from dynajax.cli.training import build_corpus, train_tiny
+from dynajax.cli.verify import verify
 
 VERBS = {
     "generate": generate,
     "plan": plan,
+    "verify": verify,
     "convert": convert,
     "fetch-model": fetch_model,
     "build-corpus": build_corpus,

@@ -84,7 +84,7 @@ class FfiHost:
     def running(self, active: npt.NDArray[np.bool_]) -> Generator[None]:
         try:
             yield
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError: from the second run of a program on
             raise (self._table.error or error) from error
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dynajax import budget
 from dynajax.budget import MemoryPlan
-from dynajax.checkpoint import STATS_NAME, read_spec, read_stats
+from dynajax.checkpoint import read_spec, read_stats, stats_path
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
 from dynajax.engine.hosts import Host, make_host, offload_mode
 from dynajax.errors import FitError, UsageError
@@ -141,7 +141,7 @@ def _try(config: EngineConfig, mode: str, shapes: Shapes, device: jax.Device, pr
         return None
     host = make_host(mode, spec.layers)
     programs = Programs(shapes, None if host is None else host.call)
-    temporaries = largest_temporary(programs, mode, progress)
+    temporaries = largest_temporary(programs, mode, progress) + unseen_bytes(shapes, mode)
     fixed = fixed_bytes(shapes, temporaries)
     needed = sum(fixed.values())
     total = needed + everything if limit is None else limit
@@ -195,8 +195,13 @@ def largest_programs(shapes: Shapes, mode: str) -> list[tuple]:
             return [*prefill, ("head",), ("attend_rows", prefix), ("hot_rows", spec.ffn)]
         case "resident":
             return [*prefill, ("token_rows", prefix, *full)]
-    almost = (max(0, spec.ffn - block_units(spec.ffn)),) * spec.layers
-    return [*prefill, ("token_rows", prefix, *almost), ("token_rows", prefix, *full)]
+    almost = (max(0, spec.ffn - block_units(spec.ffn)),) * spec.layers  # a share for the host in every layer
+    return [*prefill, ("token_rows", prefix, *almost)]
+
+
+def unseen_bytes(shapes: Shapes, mode: str) -> int:
+    """What a full pool adds to the temporaries of a program whose pools lack one block, which saves compiling it."""
+    return 0 if mode in ("threads", "resident") else 4 * 4 * shapes.batch * block_units(shapes.spec.ffn)
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tuple[str, str]:
@@ -253,7 +258,7 @@ def load_frequency(
     stats: str, folder: Path, spec: ModelSpec, fingerprint: str | None
 ) -> npt.NDArray[np.float32]:  # [L, F]
     """Activation frequencies from a file or the model folder; all zero where there are none."""
-    path = folder / STATS_NAME if stats == "auto" else Path(stats)
+    path = stats_path(folder) if stats == "auto" else Path(stats)
     if stats == "none" or (stats == "auto" and not path.exists()):
         return np.zeros((spec.layers, spec.ffn), np.float32)
     return read_stats(path, spec, fingerprint)

@@ -42,7 +42,7 @@ class Stepper:
     """
 
     def __init__(self, programs: Programs, weights: DenseWeights, runner: Runner, on_full: Callable[[], object]):
-        self._programs, self._weights, self._runner = programs, weights, runner
+        self._programs, self.weights, self._runner = programs, weights, runner
         self._on_full = on_full  # called where memory is at its fullest
         self._state = DeviceState(programs.shapes)
         self.steps = 0
@@ -86,12 +86,12 @@ class Stepper:
         return np.asarray(self._state.tally).astype(np.int64)
 
     def _embed_prompt(self, ids: Sequence[int], pieces: list[Piece]) -> None:
-        state, programs, weights = self._state, self._programs, self._weights
+        state, programs, weights = self._state, self._programs, self.weights
         padded = np.zeros(programs.shapes.ctx, np.int32)
         padded[: len(ids)] = ids
         if weights.tables:
             state.xs = programs.get("embed_prompt")(weights.tables, state.xs, padded)
             return
         for start, size, _ in pieces:
-            rows = weights.lookup(padded[start : start + size], np.arange(start, start + size))
+            rows = weights.lookup(padded[start : start + size], np.arange(start, start + size, dtype=np.int32))
             state.xs = programs.get("load_chunk", size)(state.xs, rows, np.int32(start))

@@ -49,8 +49,11 @@ class HotTimer:
         return self._seconds / self._steps * steps if self._steps else 0.0
 
 
+Watch = Callable[[int, Rows], None]  # layer, the FFN input of some tokens [T, W]: valid during the call
+
+
 class ThreadsRunner:
-    """See the head of this file. Owns no buffers."""
+    """See the head of this file. Owns no buffers. `watch`, if set, is shown every FFN input in the order of computing."""
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class ThreadsRunner:
         shapes = programs.shapes
         self._zeros = np.zeros((shapes.batch, shapes.spec.unit_width), np.float32)
         self._timer = HotTimer()
+        self.watch: Watch | None = None
 
     def reset_counters(self) -> None:
         """Start timing a new generation."""
@@ -92,6 +96,8 @@ class ThreadsRunner:
         for layer, leaves in enumerate(self._weights.layers):
             k, v = state.ks[layer], state.vs[layer]
             x, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, x, y_cold, positions)
+            if self.watch is not None:
+                self.watch(layer, np.asarray(h))
             cold = self._cold.has(layer)
             if cold:
                 h.copy_to_host_async()
@@ -112,6 +118,8 @@ class ThreadsRunner:
             hidden = []
             for piece, y in zip(pieces, y_cold, strict=True):
                 h = self._attend_chunk(state, layer, row, piece, y)
+                if self.watch is not None:
+                    self.watch(layer, np.asarray(h)[: piece[2]])
                 if not last:
                     self._hot_chunk(state, layer, h, piece[0])
                 if piece[0] == 0:  # the widest chunk's h is alive

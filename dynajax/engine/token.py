@@ -23,7 +23,11 @@ class TokenRunner:
 
     def __init__(self, programs: Programs, weights: DenseWeights, pool: DevicePool, host: Host, prompt: Prefill):
         self._programs, self._weights, self._pool, self._host = programs, weights, pool, host
-        self.prompt = prompt
+        self._prompt = prompt
+
+    def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
+        """Prefill of one row; see `Runner`."""
+        self._prompt(state, row, pieces, on_part)
 
     def reset_counters(self) -> None:
         """Nothing is timed: the halves of one program cannot be told apart."""

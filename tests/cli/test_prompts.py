@@ -3,10 +3,13 @@ import sys
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models, pre_tokenizers, processors
 
-from dynajax.cli.prompts import default_ctx, prompt_ids, prompt_text
+from dynajax.cli.prompts import chat_ids, default_ctx, prompt_ids, prompt_text
 from dynajax.config import ModelSpec
 from dynajax.errors import StorageError, UsageError
+from dynajax.text import load_tokenizer
 
 SPEC = ModelSpec(
     layers=1, hidden=8, ffn=16, heads=1, kv_heads=1, head_dim=8, vocab=4096, max_positions=20_000, eos_ids=(0,)
@@ -138,3 +141,22 @@ def test_a_missing_file_is_a_storage_error(tmp_path):
 )
 def test_default_context(prompt, new, expected):
     assert default_ctx(prompt, new, 1200) == expected
+
+
+def test_a_chat_prompt_is_encoded_as_rendered(tmp_path):
+    """The template writes the special tokens; the tokenizer must not put its own around them again."""
+    tokenizer = HfTokenizer(models.WordLevel({"<s>": 0, "[": 1, "hi": 2, "]": 3, "?": 4}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    with pytest.raises(UsageError, match="has no chat template: leave --chat out"):
+        chat_ids(tmp_path, loaded, "hi")
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}[ {{ m.content }} ]{% endfor %}"
+    )
+    assert loaded.encode("[ hi ]") == [0, 1, 2, 3]
+    assert chat_ids(tmp_path, loaded, "hi") == [0, 1, 2, 3]
+    assert chat_ids(tmp_path, loaded, "hi {{ bos_token }}") == [0, 1, 2, 4, 4, 4, 3]  # a message is no template

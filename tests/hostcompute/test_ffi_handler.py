@@ -1,7 +1,10 @@
 """The native FFN as a custom call inside jitted programs."""
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from hostcompute import HostPool, NumpyPool, library
 from hostcompute.ffi import TARGET, HostTable, cold_ffn_ffi, unavailable
 from tests.hostcompute.cases import DTYPES, Case, make_case
 
-needs_ffi = pytest.mark.skipif(unavailable() is not None, reason=f"no FFI handler: {unavailable()}")
+needs_ffi = pytest.mark.usefixtures("handler")
 PROGRAM_FAILED = (jax.errors.JaxRuntimeError, ValueError)  # the latter from a program that ran before
 MARKS = {
     "all": lambda rows: np.ones(rows, np.bool_),
@@ -34,6 +37,12 @@ def table_of(pool: HostPool, *layers: Case, skip_zeros: bool = True) -> HostTabl
     arenas, units = [case.bundle for case in layers], [case.units for case in layers]
     table.attach(pool, arenas, units, **layers[0].kind, skip_zeros=skip_zeros)
     return table
+
+
+@pytest.fixture(scope="module")
+def handler() -> None:
+    if (reason := unavailable()) is not None:
+        pytest.skip(f"no FFI handler: {reason}")
 
 
 @pytest.fixture
@@ -280,3 +289,32 @@ def test_without_the_library_the_reason_is_told(monkeypatch):
     monkeypatch.setattr(library, "ABI_VERSION", 999)
     reason = unavailable.__wrapped__()
     assert "999 is needed" in reason and "setup.py build_ext --inplace" in reason
+
+
+REFUSED = """
+import ctypes
+from types import SimpleNamespace
+
+import jax
+from hostcompute import ffi
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
+def handler(frame):  # XLA_FFI_CallFrame -> XLA_FFI_Metadata_Extension -> XLA_FFI_Metadata.api_version
+    metadata = ctypes.c_void_p.from_address(frame[1] + 24).value
+    version = (ctypes.c_int32 * 2).from_address(metadata + 24)
+    version[0], version[1] = 0, 99
+
+ffi.find_library = lambda stem: SimpleNamespace(dynajax_cold_ffn=handler)
+print(ffi.unavailable())
+print(jax.numpy.ones(3).sum())
+"""
+
+
+def test_a_handler_that_jaxlib_refuses_leaves_the_backend_alone():
+    """One built against newer headers, in a process whose backends have not been started."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    reason, total = done.stdout.strip().rsplit("\n", 1)
+    assert "refuses the handler" in reason and "(0.99) is incompatible" in reason and "--force" in reason
+    assert total == "3.0"
