@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every dense model family, each spelled as the published model spells it.
 
     write(folder, "minicpm", scale_depth=2.0)      # config.json and model.safetensors
-    family_logits(folder, tokens)                  # dynajax.testing_oracle: what the model must compute
+    family_logits(folder, tokens)                  # dynajax.testing.oracle: what the model must compute
 
 `None` in a config is JSON's null, as in the published file; a key that the published file lacks is missing here too.
 """

@@ -1,8 +1,4 @@
-"""Tiny models for tests: write one, compute its logits in plain float64, load it as a flax module.
-
-`make_checkpoint` and `reference_logits` share nothing with `dynajax.checkpoint` or `dynajax.ops` but the
-ModelSpec record, so that they can catch mistakes made there.
-"""
+"""Tiny llamas of any ModelSpec: write one, load one as a flax module."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from dynajax.checkpoint import Checkpoint
@@ -139,68 +134,6 @@ def hf_config(spec: ModelSpec, rope_spelling: RopeSpelling, dtype: str) -> dict[
         "torch_dtype" if rope_spelling == "old" else "dtype": dtype,
         **rope,
     }
-
-
-def reference_logits(folder: Path, tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """tokens [T] -> logits [T, V]: the llama forward in float64, written for clarity and read from the files."""
-    cfg = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    weights = _all_tensors(folder)
-    ids = np.asarray(tokens)
-    x = weights["model.embed_tokens.weight"][ids]
-    for i in range(cfg["num_hidden_layers"]):
-        w = {key.removeprefix(f"model.layers.{i}."): value for key, value in weights.items()}
-        x = x + _attend(_rms(x, w["input_layernorm.weight"], cfg), w, cfg)
-        h = _rms(x, w["post_attention_layernorm.weight"], cfg)
-        gate = _act(h @ w["mlp.gate_proj.weight"].T, cfg)
-        x = x + (gate * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
-    head = "model.embed_tokens.weight" if cfg.get("tie_word_embeddings") else "lm_head.weight"
-    return _rms(x, weights["model.norm.weight"], cfg) @ weights[head].T
-
-
-def _all_tensors(folder: Path) -> dict[str, npt.NDArray[np.float64]]:
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="np") as file:
-            tensors |= {name: file.get_tensor(name).astype(np.float64) for name in file.keys()}  # noqa: SIM118
-    return tensors
-
-
-def _rms(x: npt.NDArray, weight: npt.NDArray, cfg: dict) -> npt.NDArray:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + cfg["rms_norm_eps"]) * weight
-
-
-def _act(gate: npt.NDArray, cfg: dict) -> npt.NDArray:
-    match cfg["hidden_act"]:
-        case "relu":
-            return np.where(gate > 0, gate, 0)
-        case "fatrelu":
-            return np.where(gate >= cfg["hidden_act_param"], gate, 0)
-        case _:
-            return gate / (1 + np.exp(-gate))
-
-
-def _attend(h: npt.NDArray, w: dict[str, npt.NDArray], cfg: dict) -> npt.NDArray:
-    """One head after the other; positions turn the complex number (first half, second half) of each pair."""
-    heads = cfg["num_attention_heads"]
-    shared = heads // cfg.get("num_key_value_heads", heads)
-    size = cfg.get("head_dim") or cfg["hidden_size"] // heads
-    theta = cfg.get("rope_parameters", cfg).get("rope_theta", 10_000.0)
-    length, half = len(h), size // 2
-    turn = np.exp(1j * np.outer(np.arange(length), theta ** (-2 * np.arange(half) / size)))  # [T, H/2]
-
-    def rotated(x: npt.NDArray) -> npt.NDArray:
-        z = (x[:, :half] + 1j * x[:, half:]) * turn
-        return np.concatenate([z.real, z.imag], axis=1)
-
-    mixed = []
-    for n in range(heads):
-        mine, theirs = slice(n * size, (n + 1) * size), slice(n // shared * size, (n // shared + 1) * size)
-        q = rotated(h @ w["self_attn.q_proj.weight"][mine].T)
-        k = rotated(h @ w["self_attn.k_proj.weight"][theirs].T)
-        scores = np.where(np.tri(length, dtype=bool), q @ k.T / np.sqrt(size), -np.inf)
-        share = np.exp(scores - scores.max(axis=1, keepdims=True))
-        mixed.append(share / share.sum(axis=1, keepdims=True) @ (h @ w["self_attn.v_proj.weight"][theirs].T))
-    return np.concatenate(mixed, axis=1) @ w["self_attn.o_proj.weight"].T
 
 
 def load_decoder(checkpoint: Checkpoint, dtype: str = "float32") -> Decoder:

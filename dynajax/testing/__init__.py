@@ -1,0 +1,34 @@
+"""For tests: tiny models to write, and what each must compute, in plain float64.
+
+`make_checkpoint` writes a llama of any ModelSpec, `families.write` a model of every family as it is published, and
+`oracle.family_logits` computes either from its files. They share nothing with `dynajax.checkpoint` or `dynajax.ops`
+but the ModelSpec record, so that they can catch mistakes made there.
+"""
+
+from dynajax.testing.models import (
+    TINY,
+    TINY_FATRELU,
+    TINY_GQA,
+    TINY_SILU,
+    TINY_TIED,
+    TINY_WIDE_HEADS,
+    RopeSpelling,
+    hf_config,
+    load_decoder,
+    make_checkpoint,
+    random_tensors,
+)
+
+__all__ = [
+    "TINY",
+    "TINY_FATRELU",
+    "TINY_GQA",
+    "TINY_SILU",
+    "TINY_TIED",
+    "TINY_WIDE_HEADS",
+    "RopeSpelling",
+    "hf_config",
+    "load_decoder",
+    "make_checkpoint",
+    "random_tensors",
+]
