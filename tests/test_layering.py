@@ -62,7 +62,7 @@ TABLE = {
     "text": row("config checkpoint vocabulary", "numpy tokenizers"),
     "vocabulary": row("config checkpoint", "numpy tokenizers"),
     "chat": row("config checkpoint text", "jinja2"),
-    "fetch": row("config checkpoint convert"),
+    "fetch": row("config checkpoint convert model_folder predictors"),
     "pool": row("plan config bundles ops programs hostcompute budget policy.costs", "jax numpy ml_dtypes"),
     "transfer": row("plan config bundles ops programs hostcompute budget policy.costs pool", "jax numpy ml_dtypes"),
     "profile": row(

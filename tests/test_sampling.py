@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dynajax.errors import NumericalError, UsageError
-from dynajax.sampling import MAX_STOPS, Sampler, SamplingParams, filtered_probs, penalise
+from dynajax.sampling import MAX_STOPS, Rules, Sampler, SamplingParams, filtered_probs, penalise
 
 NO_PROMPT = np.zeros(0, np.int32)
 
@@ -56,7 +56,7 @@ FILTERS = [
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("temperature", [0.2, 0.8, 1.0, 5.0])
 def test_probabilities(filters, temperature):
-    params = SamplingParams(temperature=temperature, **filters)
+    params = Rules(temperature=temperature, **filters)
     for seed in range(20):
         logits = draw_logits(seed)
         before = logits.copy()
@@ -66,10 +66,10 @@ def test_probabilities(filters, temperature):
 
 
 def test_every_setting_changes_the_probabilities():
-    base = SamplingParams(temperature=0.8)
+    base = Rules(temperature=0.8)
     plain = filtered_probs(draw_logits(0), base)
     for change in ({"temperature": 0.7}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.05}):
-        found = filtered_probs(draw_logits(0), SamplingParams(**({"temperature": 0.8} | change)))
+        found = filtered_probs(draw_logits(0), Rules(**({"temperature": 0.8} | change)))
         with pytest.raises(AssertionError):
             np.testing.assert_allclose(found, plain, rtol=1e-9)
 
@@ -77,15 +77,15 @@ def test_every_setting_changes_the_probabilities():
 def test_ties():
     level = np.zeros(10, np.float32)
     for count in (1, 4, 9):
-        assert np.count_nonzero(filtered_probs(level, SamplingParams(temperature=1.0, top_k=count))) == count
-    assert np.count_nonzero(filtered_probs(level, SamplingParams(temperature=1.0, min_p=1.0))) == 10
-    assert np.count_nonzero(filtered_probs(level, SamplingParams(temperature=1.0, top_p=0.45))) == 5
+        assert np.count_nonzero(filtered_probs(level, Rules(temperature=1.0, top_k=count))) == count
+    assert np.count_nonzero(filtered_probs(level, Rules(temperature=1.0, min_p=1.0))) == 10
+    assert np.count_nonzero(filtered_probs(level, Rules(temperature=1.0, top_p=0.45))) == 5
 
 
 def test_more_top_k_than_tokens_is_off():
     for top_k in (40, 41, 2**31):
-        found = filtered_probs(draw_logits(1), SamplingParams(temperature=1.0, top_k=top_k))
-        np.testing.assert_array_equal(found, filtered_probs(draw_logits(1), SamplingParams(temperature=1.0)))
+        found = filtered_probs(draw_logits(1), Rules(temperature=1.0, top_k=top_k))
+        np.testing.assert_array_equal(found, filtered_probs(draw_logits(1), Rules(temperature=1.0)))
 
 
 def chi_square(params, expected, draws=4000, seed=7):
@@ -100,10 +100,10 @@ def chi_square(params, expected, draws=4000, seed=7):
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.02}], ids=str)
 def test_frequencies(filters):
-    params = SamplingParams(temperature=2.0, **filters)
+    params = Rules(temperature=2.0, **filters)
     limit = 30.0  # the 99.99 % point of seven degrees of freedom is 29.9
     assert chi_square(params, filtered_probs(draw_logits(3, 8), params)) < limit
-    colder = filtered_probs(draw_logits(3, 8), SamplingParams(temperature=1.6, **filters))
+    colder = filtered_probs(draw_logits(3, 8), Rules(temperature=1.6, **filters))
     assert chi_square(params, colder) > limit
 
 
@@ -113,13 +113,13 @@ def chosen(params, seed, count=50, prompt=NO_PROMPT):
 
 
 def test_the_seed_decides():
-    params = SamplingParams(temperature=1.0, top_p=0.95)
+    params = Rules(temperature=1.0, top_p=0.95)
     assert chosen(params, 5) == chosen(params, 5)
     assert chosen(params, 5) != chosen(params, 6)
 
 
 def test_samplers_do_not_disturb_each_other():
-    params = SamplingParams(temperature=1.0)
+    params = Rules(temperature=1.0)
     alone = [chosen(params, seed) for seed in (1, 2)]
     one, two = (Sampler(params, seed, NO_PROMPT) for seed in (1, 2))
     together = []
@@ -132,10 +132,10 @@ def test_samplers_do_not_disturb_each_other():
 
 def test_greedy():
     for settings in ({}, {"top_k": 5, "top_p": 0.5, "min_p": 0.3}):
-        params = SamplingParams(temperature=0.0, **settings)
+        params = Rules(temperature=0.0, **settings)
         for seed in (0, 1):
             assert chosen(params, seed) == [int(draw_logits(step).argmax()) for step in range(50)]
-    assert Sampler(SamplingParams(), 0, NO_PROMPT)(np.array([1, 3, 3, 2], np.float32)) == 1
+    assert Sampler(Rules(), 0, NO_PROMPT)(np.array([1, 3, 3, 2], np.float32)) == 1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_greedy():
     [1e-3, 1e-30, 1e-310],
 )
 def test_next_to_no_temperature_is_greedy(temperature):
-    assert chosen(SamplingParams(temperature=temperature), 0) == chosen(SamplingParams(), 0)
+    assert chosen(Rules(temperature=temperature), 0) == chosen(Rules(), 0)
 
 
 class Loaded:
@@ -160,7 +160,7 @@ class Loaded:
 def test_what_was_filtered_out_is_never_drawn(monkeypatch, value):
     """At both ends of the unit interval, also where the running sum ends below the sum."""
     monkeypatch.setattr(np.random, "default_rng", lambda seed: Loaded(value))
-    params = SamplingParams(temperature=1.0, top_k=990)
+    params = Rules(temperature=1.0, top_k=990)
     beyond = 0
     for seed in range(30):
         logits = np.random.Generator(np.random.PCG64(seed)).standard_normal(1000).astype(np.float32)
@@ -186,17 +186,17 @@ def test_penalise():
 @pytest.mark.parametrize("penalty", [1.0, 1.3, 0.7])
 def test_prompt_and_chosen_tokens_are_penalised_once(temperature, penalty):
     prompt = [3, 3, 9, 3]
-    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    params = Rules(temperature=temperature, repetition_penalty=penalty)
     found = chosen(params, 4, prompt=np.array(prompt, np.int32))
     seen, expected = set(prompt), []
-    plain = Sampler(SamplingParams(temperature=temperature), 4, NO_PROMPT)
+    plain = Sampler(Rules(temperature=temperature), 4, NO_PROMPT)
     for step in range(50):
         logits = [value / penalty if value > 0 else value * penalty for value in draw_logits(step).tolist()]
         logits = [new if i in seen else old for i, (new, old) in enumerate(zip(logits, draw_logits(step), strict=True))]
         expected.append(plain(np.array(logits, np.float32)))
         seen.add(expected[-1])
     assert found == expected
-    assert (found == chosen(SamplingParams(temperature=temperature), 4)) == (penalty == 1.0)
+    assert (found == chosen(Rules(temperature=temperature), 4)) == (penalty == 1.0)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.7, "repetition_penalty": 1.2}])
@@ -204,11 +204,11 @@ def test_prompt_and_chosen_tokens_are_penalised_once(temperature, penalty):
 def test_logits_that_are_no_numbers(settings, value):
     logits = draw_logits(0)
     logits[11] = value
-    sampler = Sampler(SamplingParams(**settings), 0, np.array([1], np.int32))
+    sampler = Sampler(Rules(**settings), 0, np.array([1], np.int32))
     with pytest.raises(NumericalError, match="not finite") as caught:
         sampler(logits)
     assert caught.value.exit_code == 7
-    assert sampler(draw_logits(0)) == Sampler(SamplingParams(**settings), 0, np.array([1], np.int32))(draw_logits(0))
+    assert sampler(draw_logits(0)) == Sampler(Rules(**settings), 0, np.array([1], np.int32))(draw_logits(0))
 
 
 @pytest.mark.parametrize(
@@ -264,3 +264,32 @@ def test_the_ends_of_the_ranges():
             chosen(params, params.seed)
     with pytest.raises(TypeError, match="top"):
         SamplingParams(top=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Rules()),
+        ({"temperature": 0.5}, Rules(temperature=0.5, top_k=40, top_p=0.9)),
+        ({"temperature": 0.5, "top_k": 0}, Rules(temperature=0.5, top_p=0.9)),
+        ({"temperature": 0.5, "top_p": 1.0, "min_p": 0.1}, Rules(temperature=0.5, top_k=40, min_p=0.1)),
+        ({"top_k": 3}, Rules(top_k=3)),
+    ],
+)
+def test_advice_fills_what_was_left_open_once_a_temperature_is_set(given, expected):
+    advice = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "do_sample": True, "eos_token_id": [2]}
+    assert SamplingParams(**given).rules(advice) == expected
+    assert SamplingParams(**given).rules() == Rules(**given)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+def test_an_id_that_the_tokenizer_lacks_is_never_chosen(temperature):
+    logits = np.zeros(16, np.float32)
+    logits[9] = 8.0
+    known = np.arange(16) < 4
+    rules = Rules(temperature=temperature, repetition_penalty=1.1)
+    sampler, free = Sampler(rules, 0, NO_PROMPT, known), Sampler(rules, 0, NO_PROMPT)
+    chosen_ids = {sampler(logits) for _ in range(200)}
+    assert chosen_ids <= {0, 1, 2, 3}
+    assert free(logits) not in {0, 1, 2, 3}
+    assert logits[9] == 8.0

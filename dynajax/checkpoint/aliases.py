@@ -47,6 +47,16 @@ def runnable() -> tuple[str, ...]:
     return (*SHIPPED, *FETCHED, *HUB)
 
 
+def predictor_repo(name: str) -> str | None:
+    """The repository of the predictors published for an alias or its repository, at any revision; None: there is none.
+
+    Example: relullama-7b and SparseLLM/ReluLLaMA-7B@main both give PowerInfer/ReluLLaMA-7B-Predictor.
+    """
+    model = name.partition("@")[0]
+    alias = next((alias for alias, repo in HUB.items() if repo.lower() == model.lower()), model)
+    return PREDICTOR_REPOS.get(alias)
+
+
 def did_you_mean(name: str) -> str:
     """ "; did you mean A, B?" with the nearest aliases, or nothing. A repository's name leads to its alias too."""
     wanted = name[:100].lower()

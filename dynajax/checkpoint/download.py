@@ -69,6 +69,22 @@ def part_bytes(file: HubFile, blobs: Path) -> int:
     return 0
 
 
+def is_whole(path: Path, digest: str) -> bool:
+    """Whether the file's content has this digest. Reads all of it."""
+    content = _new_hash(digest, path.stat().st_size)
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            content.update(chunk)
+    return content.hexdigest() == digest
+
+
+def _new_hash(digest: str, size: int) -> hashlib._Hash:
+    """Of the kind that `digest` is, for a file of this size; git names a file by its size and content."""
+    if len(digest) == 64:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+
+
 class _Part:
     """What is here of a file: grows at its end and knows its hash."""
 
@@ -83,10 +99,7 @@ class _Part:
             self._count(chunk)
 
     def _begin(self) -> None:
-        if len(self.file.digest) == 64:
-            self._hash = hashlib.sha256()
-        else:  # git names a file by its size and content
-            self._hash = hashlib.sha1(b"blob %d\0" % self.file.size, usedforsecurity=False)
+        self._hash = _new_hash(self.file.digest, self.file.size)
 
     def _count(self, chunk: bytes) -> None:
         self._hash.update(chunk)

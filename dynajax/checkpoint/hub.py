@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynajax.checkpoint.aliases import did_you_mean
-from dynajax.checkpoint.download import HubFile, download, part_bytes
+from dynajax.checkpoint.download import HubFile, download, is_whole, part_bytes
 from dynajax.checkpoint.hub_files import PICKLE_SUFFIX, SETTINGS_ONLY, Wanted
 from dynajax.checkpoint.paths import is_plain_name
 from dynajax.checkpoint.places import cache_folder
@@ -105,6 +105,24 @@ def snapshot_folder(name: str, wanted: Wanted, *, offline: bool = False, progres
             raise
         log.warning("%s; the copy of %s in the cache is used", error, name)
         return cached
+
+
+def drop_damaged(snapshot: Path) -> list[str]:
+    """Remove the files of a snapshot whose content is not what their blob is named after; -> their names.
+
+    What is no link to a blob of the repository cannot be checked: it is removed too. The next run fetches it again.
+    """
+    blobs, dropped = (snapshot.parent.parent / "blobs").resolve(), []
+    for path in sorted(snapshot.iterdir()):
+        blob = path.resolve()
+        is_blob = path.is_symlink() and blob.parent == blobs and bool(_DIGEST.fullmatch(blob.name))
+        if is_blob and blob.is_file() and is_whole(blob, blob.name):
+            continue
+        path.unlink()
+        if is_blob:
+            blob.unlink(missing_ok=True)
+        dropped.append(path.name)
+    return dropped
 
 
 def _fetch(repo: Repo, wanted: Wanted, progress: Progress) -> Path:

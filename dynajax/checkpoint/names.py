@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from dynajax.checkpoint.aliases import EXPERTS, FETCHED, HUB, PREDICTOR_REPOS, SHIPPED, did_you_mean, runnable
+from dynajax.checkpoint.aliases import EXPERTS, FETCHED, HUB, SHIPPED, did_you_mean, predictor_repo, runnable
 from dynajax.checkpoint.hub import Progress, is_repo, snapshot_folder
 from dynajax.checkpoint.hub_files import MODEL, PREDICTOR, SETTINGS_ONLY
 from dynajax.checkpoint.places import fetched_folder
@@ -41,9 +41,10 @@ def resolve_model(
     )
 
 
-def resolve_predictor(alias: str, *, offline: bool = False, progress: Progress | None = None) -> Path | None:
-    """The folder of model_<layer>.pt pickles published for an alias, downloaded if need be; None if there is none."""
-    repo = PREDICTOR_REPOS.get(alias)
+def resolve_predictor(name: str, *, offline: bool = False, progress: Progress | None = None) -> Path | None:
+    """The folder of model_<layer>.pt pickles published for an alias or its repository, downloaded if need be; None if
+    there is none."""
+    repo = predictor_repo(name)
     return None if repo is None else snapshot_folder(repo, PREDICTOR, offline=offline, progress=progress)
 
 

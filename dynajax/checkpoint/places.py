@@ -26,6 +26,11 @@ def fetched_folder(name: str) -> Path:
     return cache_folder() / "models" / name
 
 
+def predictors_folder(fingerprint: str) -> Path:
+    """Where the published predictors of the model with these weights belong, converted; need not exist."""
+    return cache_folder() / "predictors" / fingerprint[:16]
+
+
 def converted_folder(source: Path) -> Path:
     """Where the converted weights of the folder `source` belong; need not exist.
 

@@ -23,7 +23,7 @@ _OVERHEAD_BYTES = 2**16  # headers and the small members
 
 
 def stats_path(model: Path) -> Path:
-    """Where a model's own statistics are looked for: in its folder, or beside its .gguf file as NAME.activations.npz."""
+    """Where a model's own statistics are looked for: in its folder; beside a .gguf file as NAME.activations.npz."""
     return model.with_name(f"{model.stem}.{STATS_NAME}") if model.suffix == ".gguf" else model / STATS_NAME
 
 

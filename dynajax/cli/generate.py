@@ -18,6 +18,7 @@ from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
     from dynajax.budget import MemoryPlan
+    from dynajax.config import EngineConfig
     from dynajax.sampling import SamplingParams
 
 
@@ -43,16 +44,20 @@ class PromptFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags:
-    """How tokens are chosen."""
+    """How tokens are chosen; what is None is off, or as the model's makers advise once a temperature is set."""
 
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate at most.")] = 128
     temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the most likely token.")] = 0.0
-    top_k: Annotated[int, typer.Option(metavar="N", help="Sample from the N most likely tokens; 0: from all.")] = 0
-    top_p: Annotated[float, typer.Option(metavar="X", help="Sample from the smallest set of this probability.")] = 1.0
+    top_k: Annotated[
+        int | None, typer.Option(metavar="N", help="Sample from the N most likely tokens; 0: from all.")
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(metavar="X", help="Sample from the smallest set of this probability.")
+    ] = None
     min_p: Annotated[
-        float, typer.Option(metavar="X", help="Drop tokens less likely than X times the most likely one.")
-    ] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(metavar="X", help="Above 1: repeat less.")] = 1.0
+        float | None, typer.Option(metavar="X", help="Drop tokens less likely than X times the most likely one.")
+    ] = None
+    repetition_penalty: Annotated[float | None, typer.Option(metavar="X", help="Above 1: repeat less.")] = None
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None
     seed: Annotated[int | None, typer.Option(metavar="N", help="Makes sampling repeatable; drawn if not given.")] = None
 
@@ -77,8 +82,9 @@ def generate(
     """Generate text after a prompt."""
     params, config = sampling.params(), engine.config()
     device_env.configure(config.vram_budget)
-    given, ctx_tokens = read_prompt(engine.model, prompt, params, config.ctx)
     interrupts: Interrupts = context.obj
+    with closing(progress()) as report:
+        given, ctx_tokens = read_prompt(engine.model, prompt, params, config, report)
     interrupts.hold()
     from dynajax import Engine
 
@@ -107,16 +113,17 @@ def generate(
 
 
 def read_prompt(
-    model: str, prompt: PromptFlags, params: SamplingParams, ctx: int | None
+    model: str, prompt: PromptFlags, params: SamplingParams, config: EngineConfig, report: Progress
 ) -> tuple[str | list[int], int]:
-    """The prompt as the engine takes it, and the context: `ctx`, or what prompt and answer need.
+    """The prompt as the engine takes it, and the context: --ctx, or what prompt and answer need.
 
-    Reads config and tokenizer only, so that a prompt that does not fit costs no loading.
+    Downloads the model if need be, but reads config and tokenizer only: a prompt that does not fit costs no loading.
     """
-    from dynajax.checkpoint import read_spec, resolve_model
+    from dynajax.checkpoint import read_spec
     from dynajax.cli import prompts
+    from dynajax.model_folder import model_folder
 
-    folder = resolve_model(model)
+    folder, ctx = model_folder(model, offline=config.offline, progress=report), config.ctx
     spec = read_spec(folder)
     if prompt.prompt_ids is not None:
         given = ids = prompts.prompt_ids(prompt.prompt_ids, spec, params.seed or 0).tolist()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 LINE_EVERY_S = 5.0
+UNITS = {"download": " MiB"}
 PLANNING = "compile"  # what is planned may still be refused, and a refusal is one line
 KEPT_CONTROLS = "\n\t"
 # C0, DEL and C1: a model must not move the cursor or set the title of a terminal.
@@ -97,7 +98,7 @@ class Lines:
         ended = done >= total and stage != PLANNING
         if self._said_s is not None and (ended or now - self._said_s >= self._every_s):
             self._said_s = now
-            note(f"{stage}: {done}/{total}")
+            note(f"{stage}: {done}/{total}{UNITS.get(stage, '')}")
 
     def close(self) -> None:
         self._said_s = None

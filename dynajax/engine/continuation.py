@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ class Continuation:
         limit: int,
         eos_ids: Sequence[int],
         tokenizer: Tokenizer | None,
+        known: npt.NDArray[np.bool_] | None = None,  # [V] ids that the tokenizer has
+        advice: Mapping[str, Any] | None = None,  # generation_config.json
     ):
         self.prompt = tuple(prompt)
         self.seed = seed
@@ -31,7 +34,7 @@ class Continuation:
         self.finish_reason: FinishReason | None = "length" if limit == 0 else None
         self._limit = limit
         self._eos = frozenset(() if params.ignore_eos else eos_ids)
-        self._sampler = Sampler(params, seed, np.asarray(prompt, np.int32))
+        self._sampler = Sampler(params.rules(advice), seed, np.asarray(prompt, np.int32), known)
         self._stream = tokenizer.stream(prompt) if tokenizer else None
         self._stops = StopFilter(params.stop)
         self._texts: list[str] = []

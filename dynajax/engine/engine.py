@@ -208,8 +208,16 @@ class Engine:
         if len(ids) > ctx:
             raise UsageError(f"the prompt has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
         limit = min(params.max_new_tokens, ctx - len(ids))
-        eos = parts.prepared.spec.eos_ids
-        return Continuation(ids, params, seed, limit=limit, eos_ids=eos, tokenizer=parts.tokenizer)
+        return Continuation(
+            ids,
+            params,
+            seed,
+            limit=limit,
+            eos_ids=parts.prepared.eos_ids,
+            tokenizer=parts.tokenizer,
+            known=parts.known,
+            advice=parts.prepared.advice,
+        )
 
 
 class _Stopped(Exception):

@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from dynajax.budget import MemoryPlan
 from dynajax.bundles import HostStore, load_store, one_arena
@@ -40,6 +41,7 @@ class Parts:
     config: EngineConfig
     prepared: Prepared
     tokenizer: Tokenizer | None
+    known: npt.NDArray[np.bool_] | None  # [V] ids that the tokenizer has; a table may hold more rows
     store: HostStore
     pool: DevicePool
     cold: ColdSide
@@ -60,8 +62,8 @@ class Parts:
             if not all(isinstance(token, int | np.integer) for token in prompt):
                 raise UsageError("a prompt must be a text or a sequence of token ids; generate takes a list of prompts")
             ids = [int(token) for token in prompt]
-        if not ids and spec.bos_id is not None:
-            ids = [spec.bos_id]
+        if not ids and self.prepared.bos_id is not None:
+            ids = [self.prepared.bos_id]
         if not ids:
             raise UsageError("the prompt is empty and the model has no token that begins a text")
         outside = [token for token in ids if not 0 <= token < spec.vocab]
@@ -154,10 +156,12 @@ def load_parts(
         runner = TokenRunner(programs, weights, pool, prepared.host, runner.prompt)
     stepper = Stepper(programs, weights, runner, meter.sample)
     meter.sample()
+    tokenizer = load_tokenizer(prepared.folder)
     return Parts(
         config=config,
         prepared=prepared,
-        tokenizer=load_tokenizer(prepared.folder),
+        tokenizer=tokenizer,
+        known=None if tokenizer is None else tokenizer.known_ids(spec.vocab),
         store=store,
         pool=pool,
         cold=cold,

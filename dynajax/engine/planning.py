@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +15,10 @@ import numpy.typing as npt
 from dynajax import budget
 from dynajax.budget import MemoryPlan
 from dynajax.checkpoint import read_spec, read_stats, stats_path
+from dynajax.checkpoint.generation import GENERATION_NAME, read_generation_config
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
 from dynajax.engine.hosts import Host, make_host, offload_mode
-from dynajax.errors import FitError, UsageError
+from dynajax.errors import FitError, ModelError, UsageError
 from dynajax.model_folder import model_folder
 from dynajax.plan import Placement
 from dynajax.policy.placement import block_units, place_static
@@ -37,6 +39,9 @@ class Prepared:
     model: str
     folder: Path
     spec: ModelSpec
+    advice: dict[str, Any]  # generation_config.json
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
     host_dtype: str
     ctx: int  # tokens a sequence may have; the cache may hold a few more
     sparsity: str
@@ -91,6 +96,7 @@ def prepare(
         model=model,
         folder=folder,
         spec=spec,
+        **generation(folder, spec),
         host_dtype=host_dtype,
         ctx=ctx,
         sparsity=resolve_sparsity(config, spec),
@@ -162,6 +168,17 @@ def _try(config: EngineConfig, mode: str, shapes: Shapes, device: jax.Device, pr
 def plan_for(model: str, config: EngineConfig) -> MemoryPlan:
     """The memory plan an engine would have; reads config.json and statistics, never weights."""
     return prepare(model, config).memory
+
+
+def generation(folder: Path, spec: ModelSpec) -> dict[str, Any]:
+    """advice, bos_id and eos_ids: config.json's, and what generation_config.json adds. ModelError for ids without a
+    row in the embedding."""
+    advice = read_generation_config(folder) if folder.is_dir() else {}
+    bos, eos = advice.get("bos_token_id"), advice.get("eos_token_id", [])
+    if outside := [token for token in [*eos, *([] if bos is None else [bos])] if token >= spec.vocab]:
+        raise ModelError(f"{folder}/{GENERATION_NAME} names token {outside[0]}, the model has {spec.vocab}")
+    ids = tuple(dict.fromkeys([*spec.eos_ids, *eos]))
+    return {"advice": advice, "bos_id": spec.bos_id if bos is None else bos, "eos_ids": ids}
 
 
 def fixed_bytes(shapes: Shapes, temporaries: int) -> dict[str, int]:

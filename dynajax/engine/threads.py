@@ -53,7 +53,7 @@ Watch = Callable[[int, Rows], None]  # layer, the FFN input of some tokens [T, W
 
 
 class ThreadsRunner:
-    """See the head of this file. Owns no buffers. `watch`, if set, is shown every FFN input in the order of computing."""
+    """See the head of this file. Owns no buffers. `watch`, if set, is shown every FFN input as it is computed."""
 
     def __init__(
         self,

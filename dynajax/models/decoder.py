@@ -59,7 +59,7 @@ class AttentionBlock(nnx.Module):
             return nnx.Param(jnp.ones((size,), dtype)) if wanted else None
 
         self.spec = spec
-        self.attention_norm = ones(spec.hidden, True)
+        self.attention_norm = nnx.Param(jnp.ones((spec.hidden,), dtype))
         self.attention_norm_bias = zeros(spec.hidden, spec.norm == "layer")
         self.q = nnx.Param(_normal(rngs, (q_dim, spec.hidden), 0.02, dtype))
         self.k = nnx.Param(_normal(rngs, (kv_dim, spec.hidden), 0.02, dtype))
@@ -105,7 +105,7 @@ class AttentionBlock(nnx.Module):
         out = contract("BTO,DO->BTD", mixed.reshape(*mixed.shape[:2], -1), self.o[...])
         after = x + scaled(_shifted(out, self.o_bias), scale)
         weight, bias = self.ffn_norm, self.ffn_norm_bias
-        if self.spec.shared_norm:
+        if weight is None:
             weight, bias = self.attention_norm, self.attention_norm_bias
         h = normed(self.spec, x if self.spec.parallel else after, weight, bias)
         if self.down_bias is None:

@@ -107,20 +107,3 @@ def token_rows(ends, blocks, caches, pools, hosts: Hosts, start, tally, position
         if pools[i]:
             x, tally = hot_rows(x, h, pools[i], tally, i, active, spec=spec)
     return head(norm, table, x, y_cold, spec=spec), tally, ks, vs
-
-
-def token_chunk(blocks, caches, pools, hosts: Hosts, xs, row, start, count, *, size: int, prefix: int):
-    """A prefill chunk of `size` tokens, the first `count` of which count, through every layer in one program -> xs,
-    ks, vs. Of a prompt only keys and values outlive its prefill, so the last layer ends with them."""
-    spec = blocks[0].spec
-    ks, vs = map(list, caches)
-    none = jnp.zeros((size, spec.unit_width), jnp.float32)
-    y_cold, wanted = none, jnp.arange(size, dtype=jnp.int32) < count
-    for i, (block, host) in enumerate(zip(blocks, hosts, strict=True)):
-        xs, h, ks[i], vs[i] = attend_chunk(block, ks[i], vs[i], xs, y_cold, row, start, prefix=prefix)
-        if i == len(blocks) - 1:
-            break
-        y_cold = none if host is None else host(h, wanted)
-        if pools[i]:
-            xs = hot_chunk(xs, h, pools[i], start, spec=spec)
-    return xs, ks, vs

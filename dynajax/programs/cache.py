@@ -25,7 +25,6 @@ def _shape(dims: Sequence[int], dtype="float32") -> jax.ShapeDtypeStruct:
 _INT = _shape((), "int32")
 _HANDLE = _shape((2,), "uint32")  # which engine's host a whole-token program calls; see hostcompute.ffi
 
-
 HostCall = Callable[[jax.Array, int, jax.Array, jax.Array], jax.Array]  # handle, layer, h [T,W], rows -> y_cold
 
 
@@ -147,15 +146,6 @@ class Programs:
         start = self._ids if tied else self._rows
         args = (_HANDLE, ends, *self._stacks(slots), start, self._tally, self._ids, self._active)
         return jax.jit(run, donate_argnums=(3, 6)).lower(*args)
-
-    def token_chunk(self, size: int, prefix: int, *slots: int) -> jax.stages.Lowered:
-        def run(handle, leaves, caches, pools, xs, row, start, count):
-            blocks, hosts = [self._merge(leaf) for leaf in leaves], self._hosts(handle, slots)
-            body = partial(bodies.token_chunk, size=size, prefix=prefix)
-            return body(blocks, caches, pools, hosts, xs, row, start, count)
-
-        args = (_HANDLE, *self._stacks(slots), self._xs, _INT, _INT, _INT)
-        return jax.jit(run, donate_argnums=(2, 4)).lower(*args)
 
     def _jit(self, body: Callable, donate: int | None = None):
         """A body that only needs the spec."""

@@ -20,6 +20,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 def hf_config(spec: ModelSpec) -> dict[str, Any]:
     """config.json of a llama-family model."""
+    assert spec.rope is not None, "llama rotates"
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

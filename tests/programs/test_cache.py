@@ -1,5 +1,6 @@
 """Compiled programs: they compute what the bodies do, in place, with little scratch, and are few."""
 
+import functools
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -10,87 +11,77 @@ import numpy as np
 import pytest
 
 import dynajax.programs.cache as cache
-from dynajax.config import Activation
+from dynajax.config import Activation, Rope
 from dynajax.ops.ffn import pool_ffn, write_slots
 from dynajax.policy.placement import LEVELS, block_units
 from dynajax.programs import MAX_PROGRAMS, Programs, Shapes, bodies
 from dynajax.testing import TINY
-from tests.programs.cases import SHAPES, SPEC, Maker, copied, host_ffn, leaves, programs
+from tests.programs.cases import SHAPES, SPEC, SPECS, Maker, copied, host_ffn, leaves, programs, shapes_of
 
-ACTIVATION = SPEC.activation
 START, ROW, LAYER = np.int32(19), np.int32(1), np.int32(2)
 POSITIONS, ACTIVE = jnp.array([40, 3], jnp.int32), jnp.array([True, False])
 SLOTS = (12, 0, SPEC.ffn)  # of the three layers: some units, none, all on the device
 
 
 def embed_rows(make, names):
-    args = make.table(), make.ints(SPEC.vocab, 2)
-    return args, lambda: bodies.embed_rows(*args)
+    args = make.tables(), make.ints(96, 2), POSITIONS
+    return args, lambda: bodies.embed_rows(*args, spec=make.spec)
 
 
 def embed_prompt(make, names):
-    args = make.table(), make.prompt(), make.ints(SPEC.vocab, SHAPES.ctx)
-    return args, lambda: bodies.embed_prompt(*args)
+    args = make.tables(), make.prompt(), make.ints(96, SHAPES.ctx)
+    return args, lambda: bodies.embed_prompt(*args, spec=make.spec)
 
 
 def load_chunk(make, names, size):
-    args = make.prompt(), make.floats(size, SPEC.hidden), START
+    args = make.prompt(), make.floats(size, make.spec.hidden), START
     return args, lambda: bodies.load_chunk(*args)
 
 
 def attend_rows(make, names, prefix):
-    block, args = make.block(), (make.kv(), make.kv(), make.rows(), make.rows(), POSITIONS)
+    block, args = make.block(), (make.kv(), make.kv(), make.rows(), make.wide_rows(), POSITIONS)
     return (leaves(block, names), *args), lambda: bodies.attend_rows(block, *args, prefix=prefix)
 
 
 def attend_chunk(make, names, size, prefix):
-    block, args = make.block(), (make.kv(), make.kv(), make.prompt(), make.floats(size, SPEC.hidden), ROW, START)
+    block, args = make.block(), (make.kv(), make.kv(), make.prompt(), make.wide(size), ROW, START)
     return (leaves(block, names), *args), lambda: bodies.attend_chunk(block, *args, prefix=prefix)
 
 
 def hot_rows(make, names, slots):
-    args = make.rows(), make.rows(), make.pool(slots), make.ints(50, SPEC.layers), LAYER, ACTIVE
-    return args, lambda: bodies.hot_rows(*args, activation=ACTIVATION)
+    args = make.rows(), make.wide_rows(), make.pool(slots), make.ints(50, make.spec.layers), LAYER, ACTIVE
+    return args, lambda: bodies.hot_rows(*args, spec=make.spec)
 
 
 def hot_chunk(make, names, size, slots):
-    args = make.prompt(), make.floats(size, SPEC.hidden), make.pool(slots), START
-    return args, lambda: bodies.hot_chunk(*args, activation=ACTIVATION)
+    args = make.prompt(), make.wide(size), make.pool(slots), START
+    return args, lambda: bodies.hot_chunk(*args, spec=make.spec)
 
 
 def head(make, names):
-    args = make.floats(SPEC.hidden), make.table(), make.rows() * 0.1, make.rows() * 0.1
-    return args, lambda: bodies.head(*args, eps=SPEC.norm_eps)
+    args = make.norm(), make.table(), make.rows() * 0.1, make.wide_rows() * 0.1
+    return args, lambda: bodies.head(*args, spec=make.spec)
 
 
 def write(make, names, slots, count, host_dtype):
-    rows = make.floats(count, 3, 1, SPEC.hidden).astype(host_dtype)
+    rows = make.floats(count, make.spec.ffn_parts, 1, make.spec.unit_width).astype(host_dtype)
     args = make.pool(slots), rows, jnp.array([7, 0, 9, 4], jnp.int32)
     return args, lambda: write_slots(*args)
 
 
-def stacks(make, names, slots):
-    """Blocks, their leaves, and the caches, pools and hosts of all layers."""
+def token_rows(make, names, prefix, *slots):
+    spec, handle = make.spec, jnp.array([2, 0], jnp.uint32)
     blocks = [make.block() for _ in slots]
-    flat = tuple(leaves(block, names) for block in blocks)
     caches = tuple(tuple(make.kv() for _ in slots) for _ in "kv")
     pools = tuple(make.pool(count) for count in slots)
-    hosts = [host_ffn if count < SPEC.ffn else None for count in slots]
-    return blocks, flat, caches, pools, hosts
-
-
-def token_rows(make, names, prefix, *slots):
-    blocks, flat, caches, pools, hosts = stacks(make, names, slots)
-    args = make.rows(), make.ints(50, SPEC.layers), POSITIONS, ACTIVE
-    body = partial(bodies.token_rows, prefix=prefix, activation=ACTIVATION)
-    return (flat, caches, pools, *args), lambda: body(blocks, caches, pools, hosts, *args)
-
-
-def token_chunk(make, names, size, prefix, *slots):
-    blocks, flat, caches, pools, hosts = stacks(make, names, slots)
-    args = make.prompt(), ROW, START
-    body = partial(bodies.token_chunk, size=size, prefix=prefix, activation=ACTIVATION)
-    return (flat, caches, pools, *args), lambda: body(blocks, caches, pools, hosts, *args)
+    hosts = [partial(host_ffn, handle, i) if count < spec.ffn else None for i, count in enumerate(slots)]
+    tables = make.tables()
+    ends = make.norm(), tables[0] if spec.tied else make.table(), tables if spec.tied else ()
+    start = make.ints(96, 2) if spec.tied else make.rows()
+    args = start, make.ints(50, spec.layers), POSITIONS, ACTIVE
+    flat = tuple(leaves(block, names) for block in blocks)
+    body = partial(bodies.token_rows, prefix=prefix)
+    return (handle, ends, flat, caches, pools, *args), lambda: body(ends, blocks, caches, pools, hosts, *args)
 
 
 CASES = [
@@ -105,7 +96,6 @@ CASES = [
     (write, 10, 4, "float32"),
     (write, 10, 4, "bfloat16"),
     (token_rows, 256, *SLOTS),
-    (token_chunk, 8, 264, *SLOTS),
 ]
 
 
@@ -116,13 +106,14 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case[0].__name__, *map(str, case[1:])]))
-def test_programs_compute_what_the_bodies_do(case):
+def test_programs_compute_what_the_bodies_do(case, name):
     kind, *sizes = case
-    compiler = programs()
-    args, eager = kind(Maker(), compiler.leaf_names, *sizes)
+    compiler = programs(shapes_of(name))
+    args, eager = kind(Maker(compiler.shapes), compiler.leaf_names, *sizes)
     expected = eager()
-    other_args, _ = kind(Maker(seed=1), compiler.leaf_names, *sizes)
+    other_args, _ = kind(Maker(compiler.shapes, seed=1), compiler.leaf_names, *sizes)
     program = compiler.get(kind.__name__, *sizes)
     assert_same(program(*copied(args)), expected)
     assert compiler.kinds == [(kind.__name__, *sizes)]
@@ -130,36 +121,55 @@ def test_programs_compute_what_the_bodies_do(case):
         assert_same(program(*copied(other_args)), expected)
 
 
+SETTINGS = [
+    ("llama", {"activation": Activation()}),
+    ("llama", {"rope": Rope(theta=301.0)}),
+    ("llama", {"norm_eps": 1e-5}),
+    ("llama", {"window": 5}),
+    ("llama", {"embed_scale": 2.0}),
+    ("llama", {"residual_scale": 2.0}),
+    ("llama", {"logit_scale": 2.0}),
+    ("llama", {"parallel": True}),
+    ("scaled", {"activation": Activation()}),
+    ("parallel", {"window": None}),
+    ("parallel", {"norm_eps": 1e-5}),
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{"activation": Activation()}, {"rope_theta": 301.0}, {"norm_eps": 1e-5}],
-    ids=lambda changes: next(iter(changes)),
+    ("name", "changes"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
 )
-def test_every_setting_reaches_the_programs(changes):
-    compiler = Programs(replace(SHAPES, spec=replace(SPEC, **changes)), host_ffn)
-    args, _ = token_rows(Maker(), compiler.leaf_names, 256, *SLOTS)
-    found = compiler.get("token_rows", 256, *SLOTS)(*copied(args))
-    expected = programs().get("token_rows", 256, *SLOTS)(*copied(args))
+def test_every_setting_reaches_the_programs(name, changes):
+    shapes = shapes_of(name)
+    if "embed_scale" in changes:  # embeddings enter this program where they are on the device
+        shapes = replace(shapes, spec=replace(shapes.spec, tied=True))
     with pytest.raises(AssertionError):
-        assert_same(found, expected)
+        assert_same(
+            step_logits(shapes, shapes), step_logits(replace(shapes, spec=replace(shapes.spec, **changes)), shapes)
+        )
 
 
 def test_the_host_is_asked_only_where_it_has_units():
     asked = []
 
-    def note(layer, h):
-        asked.append(h.shape)
+    def note(handle, layer, h, active):
+        asked.append((handle.shape, layer, h.shape, active.shape))
         return jnp.zeros_like(h)
 
     compiler = Programs(SHAPES, note)
     compiler.token_rows(256, 12, 0, SPEC.ffn)  # tracing asks once a layer
-    assert asked == [(2, SPEC.hidden)] * 2
-    asked.clear()
-    compiler.token_chunk(8, 256, 12, 0, 12)  # the last layer of a prompt ends with its keys and values
-    assert asked == [(8, SPEC.hidden)] * 2
+    assert asked == [((2,), layer, (2, SPEC.hidden), (2,)) for layer in (0, 1)]
     asked.clear()
     compiler.token_rows(256, SPEC.ffn, SPEC.ffn, SPEC.ffn)
     assert not asked
+
+
+def test_a_program_without_a_host_must_hold_every_unit():
+    full = (SPEC.ffn,) * SPEC.layers
+    args, eager = token_rows(Maker(), Programs(SHAPES).leaf_names, 256, *full)
+    assert_same(Programs(SHAPES).get("token_rows", 256, *full)(*copied(args)), eager())
+    with pytest.raises(AssertionError, match="units are left for a host that was not given"):
+        Programs(SHAPES).get("token_rows", 256, *SLOTS)
 
 
 DONATED = [  # arguments that the program takes over, and the outputs that get their buffers
@@ -171,8 +181,7 @@ DONATED = [  # arguments that the program takes over, and the outputs that get t
     ((hot_chunk, 8, 12), (0,), ()),
     ((embed_prompt,), (1,), ()),
     ((load_chunk, 8), (0,), ()),
-    ((token_rows, 256, *SLOTS), (1, 4), (3, 4, 2)),
-    ((token_chunk, 8, 256, *SLOTS), (1, 3), (1, 2, 0)),
+    ((token_rows, 256, *SLOTS), (3, 6), (2, 3, 1)),
 ]
 
 
@@ -352,5 +361,5 @@ def test_partial_bodies_are_static():
     """The activation is part of the program, not an argument."""
     h, parts = Maker().rows(), Maker().pool(12)
     plain = jax.jit(partial(pool_ffn, activation=Activation()))(h, parts)[1]
-    fat = jax.jit(partial(pool_ffn, activation=ACTIVATION))(h, parts)[1]
+    fat = jax.jit(partial(pool_ffn, activation=SPEC.activation))(h, parts)[1]
     assert plain.sum() > fat.sum() > 0
