@@ -167,8 +167,8 @@ class EngineConfig:
     vram_budget: "auto", a size ("8GiB"), a share of free device memory ("0.85"), or bytes as an int.
     ctx: KV cache length in tokens. batch: rows decoded together. threads: host compute threads.
     stats: "auto", "none" or an activation statistics file, from which neurons are placed.
-    deterministic and offline promise what always holds in this version: for the same `threads` two runs are equal
-    bit for bit, and the network is never touched.
+    deterministic promises what always holds in this version: for the same `threads` two runs are equal bit for bit.
+    offline: never touch the network; models come from folders and the cache.
     """
 
     vram_budget: str | int | float = "auto"

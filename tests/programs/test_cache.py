@@ -136,6 +136,14 @@ SETTINGS = [
 ]
 
 
+@functools.cache
+def step_logits(shapes, drawn_for):
+    """Of the programs of `shapes`, with the arguments that are drawn for other shapes."""
+    compiler = programs(shapes)
+    args, _ = token_rows(Maker(drawn_for), compiler.leaf_names, 256, *SLOTS)
+    return compiler.get("token_rows", 256, *SLOTS)(*copied(args))[0]
+
+
 @pytest.mark.parametrize(
     ("name", "changes"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
 )
@@ -143,10 +151,9 @@ def test_every_setting_reaches_the_programs(name, changes):
     shapes = shapes_of(name)
     if "embed_scale" in changes:  # embeddings enter this program where they are on the device
         shapes = replace(shapes, spec=replace(shapes.spec, tied=True))
+    changed = replace(shapes, spec=replace(shapes.spec, **changes))
     with pytest.raises(AssertionError):
-        assert_same(
-            step_logits(shapes, shapes), step_logits(replace(shapes, spec=replace(shapes.spec, **changes)), shapes)
-        )
+        assert_same(step_logits(shapes, shapes), step_logits(changed, shapes))
 
 
 def test_the_host_is_asked_only_where_it_has_units():
@@ -237,14 +244,16 @@ SCRATCH_SHARE = 0.05
 SIZES = {192: 768, 1024: 2816, 2048: 5632}  # hidden: FFN neurons
 
 
-def wide(hidden, ffn=None):
+def wide(hidden, ffn=None, **changes):
     """Programs of a model of one layer; nothing of it is allocated."""
-    spec = replace(TINY, layers=1, hidden=hidden, ffn=ffn or SIZES[hidden], heads=4, head_dim=hidden // 4, vocab=64)
+    sizes = {"hidden": hidden, "ffn": ffn or SIZES[hidden], "heads": 4, "head_dim": hidden // 4}
+    spec = replace(TINY, layers=1, vocab=64, **sizes, **changes)
     return Programs(Shapes(spec=spec, dtype="float32", ctx=256, batch=1))
 
 
 def pool_bytes(compiler, slots):
-    return 3 * slots * compiler.shapes.spec.hidden * 4
+    spec = compiler.shapes.spec
+    return spec.ffn_parts * slots * spec.unit_width * 4
 
 
 def scratch_shares(compiler):
@@ -257,8 +266,9 @@ def scratch_shares(compiler):
 
 
 @pytest.mark.parametrize("hidden", SIZES)
-def test_scratch_of_the_ffn_is_a_twentieth_of_its_pool(hidden):
-    shares = dict(scratch_shares(wide(hidden)))
+@pytest.mark.parametrize("gated", [True, False])
+def test_scratch_of_the_ffn_is_a_twentieth_of_its_pool(hidden, gated):
+    shares = dict(scratch_shares(wide(hidden, gated=gated, ffn_bias=not gated)))
     assert max(shares.values()) <= SCRATCH_SHARE, shares
 
 
