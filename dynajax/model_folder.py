@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dynajax.checkpoint import resolve_model
-from dynajax.checkpoint.hub_files import needs_conversion
+from dynajax.checkpoint.drafts import remove_folder
+from dynajax.checkpoint.hub_files import is_complete, needs_conversion
 from dynajax.checkpoint.places import converted_folder
 from dynajax.checkpoint.wording import located
-from dynajax.errors import UsageError
+from dynajax.errors import ModelError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def converted(folder: Path, progress: Callable[[str, int, int], None] | None = N
     if not is_converted(target):
         from dynajax.convert.weights import convert_weights
 
+        remove_folder(target)  # it was renamed into place whole; since then somebody cleared files away
         log.info("converting the pickles of %s to %s, once", located(folder), located(target))
         try:
             convert_weights(folder, target, progress=progress)
@@ -48,5 +50,8 @@ def converted(folder: Path, progress: Callable[[str, int, int], None] | None = N
 
 
 def is_converted(target: Path) -> bool:
-    """Whether a converted folder is there: it is renamed into place when it is whole."""
-    return (target / "config.json").is_file()
+    """Whether a converted folder is there, with every file."""
+    try:
+        return is_complete(target)
+    except ModelError:  # a damaged index
+        return False

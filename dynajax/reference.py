@@ -18,6 +18,7 @@ Config = Mapping[str, Any]
 Watch = Callable[[int, Array], None]  # layer, what its FFN reads [T, D]
 
 TIED_UNLESS_SAID = ("opt", "falcon", "minicpm")  # their files do not hold `tie_word_embeddings`
+HEAD_ROWS = 8192  # of the head that are float64 at a time
 
 
 class Tensors(Mapping[str, Array]):
@@ -31,6 +32,16 @@ class Tensors(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         return np.asarray(self._inner[self._prefix + name], np.float64)
+
+    def rows(self, name: str, ids: npt.NDArray) -> Array:
+        """Some rows of a table, which is large."""
+        return np.asarray(self._inner[self._prefix + name])[ids].astype(np.float64)
+
+    def scores(self, name: str, x: Array) -> Array:
+        """x [T, D] times every row of a table [V, D] -> [T, V]."""
+        table = np.asarray(self._inner[self._prefix + name])
+        blocks = (table[first : first + HEAD_ROWS] for first in range(0, len(table), HEAD_ROWS))
+        return np.concatenate([x @ block.astype(np.float64).T for block in blocks], axis=1)
 
     def __contains__(self, name: object) -> bool:
         return f"{self._prefix}{name}" in self._inner
@@ -47,8 +58,8 @@ def forward(
 ) -> Array:
     """tokens [T] -> logits [T, V] from what config.json and the weight files hold.
 
-    A tensor is asked for when it is needed, so `tensors` may read it from a file then. `watch` is called with every
-    layer's FFN input, in order.
+    A tensor is asked for when it is needed and let go before the next, so `tensors` may read it from a file then.
+    `watch` is called with every layer's FFN input, in order.
     """
     run = FORWARDS.get(model_type(config))
     if run is None:
@@ -73,23 +84,24 @@ def _llama_like(config: Config, tensors: Tensors, ids: npt.NDArray, watch: Watch
     """Norm, attention, add; norm, gated ffn, add. MiniCPM scales the embedding, each branch and the last hidden."""
     at_embedding, at_branch, at_head = _minicpm_scales(config)
     eps = config.get("rms_norm_eps", 1e-6)
-    x = tensors["model.embed_tokens.weight"][ids] * at_embedding
+    x = tensors.rows("model.embed_tokens.weight", ids) * at_embedding
     for layer in range(config["num_hidden_layers"]):
         w = tensors.below(f"model.layers.{layer}.")
         x = x + at_branch * _llama_attention(config, w, _rms(x, w["input_layernorm.weight"], eps), layer)
         h = _rms(x, w["post_attention_layernorm.weight"], eps)
         watch(layer, h)
         x = x + at_branch * _gated_ffn(config, w, h)
-    return _rms(x, tensors["model.norm.weight"], eps) * at_head @ _head(config, tensors, "model.embed_tokens").T
+    x = _rms(x, tensors["model.norm.weight"], eps) * at_head
+    return tensors.scores(_head(config, "model.embed_tokens"), x)
 
 
 def _opt(config: Config, tensors: Tensors, ids: npt.NDArray, watch: Watch) -> Array:
     """LayerNorm everywhere, learned positions, biases, no gate. Some files leave `model.` out of the names."""
     root = "model.decoder." if "model.decoder.embed_tokens.weight" in tensors else "decoder."
-    if not config.get("do_layer_norm_before", True) or config.get("word_embed_proj_dim") != config["hidden_size"]:
+    if not config.get("do_layer_norm_before", True) or _is_projected(config):
         raise ValueError("OPT with norms after the branches or with projected embeddings (opt-350m) has no reference")
     positions = np.arange(len(ids)) + 2  # the first two rows belonged to padding
-    x = tensors[f"{root}embed_tokens.weight"][ids] + tensors[f"{root}embed_positions.weight"][positions]
+    x = tensors.rows(f"{root}embed_tokens.weight", ids) + tensors.rows(f"{root}embed_positions.weight", positions)
     heads = config["num_attention_heads"]
     for layer in range(config["num_hidden_layers"]):
         w = tensors.below(f"{root}layers.{layer}.")
@@ -100,7 +112,11 @@ def _opt(config: Config, tensors: Tensors, ids: npt.NDArray, watch: Watch) -> Ar
         watch(layer, h)
         x = x + _linear(_activation(config["activation_function"], 0.0)(_linear(h, w, "fc1")), w, "fc2")
     x = _layer_norm(x, tensors.below(root), "final_layer_norm", 1e-5)
-    return x @ _head(config, tensors, f"{root}embed_tokens").T
+    return tensors.scores(_head(config, f"{root}embed_tokens"), x)
+
+
+def _is_projected(config: Config) -> bool:
+    return config.get("word_embed_proj_dim") not in (None, config["hidden_size"])
 
 
 def _falcon(config: Config, tensors: Tensors, ids: npt.NDArray, watch: Watch) -> Array:
@@ -109,7 +125,7 @@ def _falcon(config: Config, tensors: Tensors, ids: npt.NDArray, watch: Watch) ->
         raise ValueError("falcon with alibi or without parallel attention (falcon-rw) has no reference")
     eps = config["layer_norm_epsilon"]
     act = _activation(config.get("activation", "gelu"), 0.0)
-    x = tensors["transformer.word_embeddings.weight"][ids]
+    x = tensors.rows("transformer.word_embeddings.weight", ids)
     for layer in range(config["num_hidden_layers"]):
         w = tensors.below(f"transformer.h.{layer}.")
         norms = ("ln_attn", "ln_mlp") if "ln_attn.weight" in w else ("input_layernorm", "input_layernorm")
@@ -118,7 +134,7 @@ def _falcon(config: Config, tensors: Tensors, ids: npt.NDArray, watch: Watch) ->
         ffn = _linear(act(_linear(for_ffn, w, "mlp.dense_h_to_4h")), w, "mlp.dense_4h_to_h")
         x = x + _falcon_attention(config, w, for_attention) + ffn
     x = _layer_norm(x, tensors.below("transformer."), "ln_f", eps)
-    return x @ _head(config, tensors, "transformer.word_embeddings").T
+    return tensors.scores(_head(config, "transformer.word_embeddings"), x)
 
 
 FORWARDS: dict[str, Callable[[Config, Tensors, npt.NDArray, Watch], Array]] = {
@@ -183,7 +199,7 @@ def _window(config: Config, layer: int) -> int | None:
     """How many keys a query of this layer sees, itself included; None: all. Qwen names a window it does not use."""
     match model_type(config):
         case "mistral" | "bamboo":
-            return config.get("sliding_window")
+            return config.get("sliding_window", 4096)  # null: all
         case "qwen2" | "qwen3":
             used = config.get("use_sliding_window", False) and layer >= config.get("max_window_layers", 28)
             return config.get("sliding_window") if used else None
@@ -206,17 +222,18 @@ def _turns(config: Config, length: int, size: int) -> npt.NDArray[np.complex128]
 
     Both spellings are read: rope_theta beside rope_scaling (published files) and rope_parameters (transformers 5).
     """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    tables = [table for name in ("rope_parameters", "rope_scaling") if (table := config.get(name))]
+    base = next((t["rope_theta"] for t in (config, *tables) if t.get("rope_theta")), 10_000.0)
     frequency = base ** (-2 * np.arange(size // 2) / size)
     amplitude = 1.0
-    match scaling.get("rope_type", scaling.get("type", "default")):
+    scaling = next((table for table in tables if _rope_type(table) != "default"), {})
+    match _rope_type(scaling):
         case "default":
             pass
         case "linear":
             frequency = frequency / scaling["factor"]
         case "llama3":
-            frequency = _llama3(frequency, scaling)
+            frequency = _llama3(frequency, scaling, config)
         case "yarn":
             frequency, amplitude = _yarn(frequency, scaling, base, config)
         case other:
@@ -224,9 +241,18 @@ def _turns(config: Config, length: int, size: int) -> npt.NDArray[np.complex128]
     return amplitude * np.exp(1j * np.outer(np.arange(length), frequency))
 
 
-def _llama3(frequency: Array, scaling: Config) -> Array:
+def _rope_type(scaling: Config) -> str:
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _trained_context(scaling: Config, config: Config) -> int:
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    return scaling.get(names[0]) or config.get(names[0]) or config[names[1]]
+
+
+def _llama3(frequency: Array, scaling: Config, config: Config) -> Array:
     """Slow pairs turn `factor` times slower, fast ones as before, between them a mixture."""
-    turns_in_context = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    turns_in_context = _trained_context(scaling, config) * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     fast = np.clip((turns_in_context - low) / (high - low), 0, 1)
     return fast * frequency + (1 - fast) * frequency / scaling["factor"]
@@ -234,17 +260,29 @@ def _llama3(frequency: Array, scaling: Config) -> Array:
 
 def _yarn(frequency: Array, scaling: Config, base: float, config: Config) -> tuple[Array, float]:
     """Like llama3, but the mixture is linear in the number of the pair, and what is turned also grows."""
-    context = scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    context = _trained_context(scaling, config)
     size = 2 * len(frequency)
 
     def pair_that_turns(times: float) -> float:
         return size * math.log(context / (2 * math.pi * times)) / (2 * math.log(base))
 
-    first = max(math.floor(pair_that_turns(scaling.get("beta_fast") or 32)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.get("beta_slow") or 1)), size - 1)
+    first, last = pair_that_turns(scaling.get("beta_fast") or 32), pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate") is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
     slow = np.clip((np.arange(size // 2) - first) / max(last - first, 0.001), 0, 1)
-    amplitude = scaling.get("attention_factor") or 0.1 * math.log(scaling["factor"]) + 1
-    return (1 - slow) * frequency + slow * frequency / scaling["factor"], amplitude
+    return (1 - slow) * frequency + slow * frequency / scaling["factor"], _yarn_amplitude(scaling)
+
+
+def _yarn_amplitude(scaling: Config) -> float:
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
+
+    if scaling.get("attention_factor"):
+        return scaling["attention_factor"]
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
+    return grown(1.0)
 
 
 # --- ffn ----------------------------------------------------------------------------------------------------------
@@ -266,8 +304,8 @@ def _activation(kind: str, threshold: float) -> Callable[[Array], Array]:
             return lambda x: np.where(x > 0, x, 0.0)
         case "fatrelu":
             return lambda x: np.where(x >= threshold, x, 0.0)  # cut off, not shifted
-        case "silu":
-            return lambda x: x / (1 + np.exp(-x))
+        case "silu" | "swish":
+            return lambda x: x * (1 + np.tanh(x / 2)) / 2  # x sigmoid(x), without an exp that could overflow
         case _:
             raise ValueError(f"no reference for activation {kind!r}")
 
@@ -293,9 +331,12 @@ def _minicpm_scales(config: Config) -> tuple[float, float, float]:
     return config["scale_emb"], at_branch, config["dim_model_base"] / config["hidden_size"]
 
 
-def _head(config: Config, tensors: Tensors, embedding: str) -> Array:
-    tied = config.get("tie_word_embeddings", model_type(config) in TIED_UNLESS_SAID)
-    return tensors[f"{embedding}.weight" if tied else "lm_head.weight"]
+def _head(config: Config, embedding: str) -> str:
+    """The name of the head's table."""
+    tied = config.get("tie_word_embeddings")
+    if tied is None:
+        tied = model_type(config) in TIED_UNLESS_SAID
+    return f"{embedding}.weight" if tied else "lm_head.weight"
 
 
 def _linear(x: Array, w: Tensors, name: str) -> Array:

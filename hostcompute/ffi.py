@@ -1,11 +1,14 @@
-"""The native FFN as a custom call inside jitted programs of the CPU backend: about a microsecond a call.
+"""The native kernels as custom calls inside jitted programs of the CPU backend: about a microsecond a call.
 
-A program gets the address of a `HostTable` as an operand, so it can be compiled before there are weights, and one
+For the FFN a program gets the address of a `HostTable` as an operand, so it can be compiled before there are weights, and one
 compiled program serves several engines. Kernels and answers are those of `HostPool.ffn`, bit for bit.
+Products with 16-bit matrices need no table. They run in the threads of the pool that was opened first among those that
+are open, so those of an engine in its; where none is, in as many as there are cores.
 """
 
 import ctypes
 import functools
+import os
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NamedTuple
@@ -15,9 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from hostcompute.checks import activation_code, check_array, check_bundle
-from hostcompute.library import REMEDY, HostPool, call_error, find_library, load_library
+from hostcompute.library import (
+    ISA_VARIABLE,
+    REMEDY,
+    HostPool,
+    call_error,
+    creation_error,
+    default_threads,
+    find_library,
+    load_library,
+)
 
 TARGET = "dynajax_cold_ffn"
+MATMUL = "dynajax_matmul"
+WEIGHT_TYPES = ("float16", "bfloat16", "uint16")  # uint16: the bits of bfloat16
 NOT_ATTACHED = -2
 REBUILD = "it was built for a newer one: run `python setup.py build_ext --inplace --force` in a checkout, or reinstall"
 
@@ -143,23 +157,27 @@ class HostTable:
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why `cold_ffn_ffi` cannot be used in this process; None if it can. The first call registers the handler.
+    """Why the custom calls cannot be used in this process; None if they can. The first call registers the handlers.
 
     It starts JAX's backends, because a handler that is refused while one starts takes the backend down with it.
     """
     try:
-        load_library()
-        library = find_library("_ffi")
+        native, library = load_library(), find_library("_ffi")
     except RuntimeError as error:
         return f"{error}; {REMEDY}"
+    threads, isa = default_threads(), os.environ.get(ISA_VARIABLE, "")
+    if status := native.hc_set_common(threads, isa.encode()):
+        return str(creation_error(status, isa, threads))
     try:
         jax.devices("cpu")
     except RuntimeError as error:
         return f"no CPU backend: {error}"
     try:
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.dynajax_cold_ffn), platform="cpu")
+        for name in (TARGET, MATMUL):
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except RuntimeError as error:
         return f"jaxlib {version('jaxlib')} refuses the handler: {error}; {REBUILD}"
+    library.dynajax_use_matmul(ctypes.cast(native.hc_matmul, ctypes.c_void_p))
     return None
 
 
@@ -169,13 +187,48 @@ def cold_ffn_ffi(table: jax.Array, layer: int, h: jax.Array, active: jax.Array) 
     table: uint32 [2], `HostTable.address`; h: float32 [T,D]; active: bool [T]. Rows that are not active are zero and
     cost nothing. On the CPU backend only. When a call fails, so does the program: `HostTable.error` says why.
     """
-    if (reason := unavailable()) is not None:
-        raise RuntimeError(f"the FFI handler cannot be used: {reason}")
+    _check_available()
     if table.dtype != np.uint32 or table.shape != (2,):
-        raise ValueError(f"table must be uint32 [2], got {table.dtype} {list(table.shape)}")
+        raise ValueError(f"table must be uint32 [2], got {_text(table)}")
     if h.ndim != 2 or h.dtype != np.float32:
-        raise ValueError(f"h must be float32 [T,D], got {h.dtype} {list(h.shape)}")
+        raise ValueError(f"h must be float32 [T,D], got {_text(h)}")
     if active.dtype != np.bool_ or active.shape != h.shape[:1]:
-        raise ValueError(f"active must be bool [{h.shape[0]}], got {active.dtype} {list(active.shape)}")
+        raise ValueError(f"active must be bool [{h.shape[0]}], got {_text(active)}")
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(h.shape, np.float32))
     return call(table, h, active, layer=np.int32(layer))
+
+
+def dot_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """The products of x [T,D] float32 with every row of 16-bit weights [O,D] -> [T,O], in float32. For use under `jit`.
+
+    On the CPU backend only. Equal operands give equal bits, whatever the number of threads. Has no gradient.
+    """
+    return _matmul(x, weights, sum_rows=False)
+
+
+def sum_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """The rows of 16-bit weights [G,D], summed with the factors x [T,G] float32 -> [T,D]; else as `dot_rows_ffi`.
+
+    Of one or two tokens, a row whose factors are all zero is not read.
+    """
+    return _matmul(x, weights, sum_rows=True)
+
+
+def _matmul(x: jax.Array, weights: jax.Array, *, sum_rows: bool) -> jax.Array:
+    _check_available()
+    if weights.ndim != 2 or weights.dtype.name not in WEIGHT_TYPES:
+        raise ValueError(f"weights must be a matrix of {', '.join(WEIGHT_TYPES)}, got {_text(weights)}")
+    inner, outer = weights.shape if sum_rows else weights.shape[::-1]
+    if x.ndim != 2 or x.dtype != np.float32 or x.shape[1] != inner:
+        raise ValueError(f"x must be float32 [T,{inner}], got {_text(x)}")
+    result = jax.ShapeDtypeStruct((x.shape[0], outer), np.float32)
+    return jax.ffi.ffi_call(MATMUL, result, vmap_method="sequential")(x, weights, sum_rows=sum_rows)
+
+
+def _check_available() -> None:
+    if (reason := unavailable()) is not None:
+        raise RuntimeError(f"the FFI handler cannot be used: {reason}")
+
+
+def _text(array: jax.Array) -> str:
+    return f"{array.dtype} {list(array.shape)}"

@@ -23,7 +23,7 @@ from hostcompute.checks import (
 )
 from hostcompute.numpy_pool import NumpyPool
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 ISA_VARIABLE = "HOSTCOMPUTE_ISA"
 PACKAGE = Path(__file__).parent
 REMEDY = "run `python setup.py build_ext --inplace` in a checkout, or reinstall with a C++17 compiler"
@@ -92,6 +92,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hc_gather.restype = i64
     library.hc_read_sum.argtypes = (pointer, pointer, i64)
     library.hc_read_sum.restype = ctypes.c_uint64
+    library.hc_matmul.argtypes = (pointer, pointer, i64, pointer, i64, i64, i32, i32, pointer)
+    library.hc_matmul.restype = i64
+    library.hc_set_common.argtypes = (i32, ctypes.c_char_p)
+    library.hc_set_common.restype = i32
     return library
 
 
@@ -113,7 +117,7 @@ class HostPool:
         status = ctypes.c_int32()
         self._handle = self._library.hc_pool_create(threads, wanted.encode(), ctypes.addressof(status))
         if self._handle is None:
-            raise _creation_error(status.value, wanted, threads)
+            raise creation_error(status.value, wanted, threads)
         self.threads = threads
         self.isa: str = self._library.hc_pool_isa(self._handle).decode()
         self._known: dict[int, _Known] = {}
@@ -237,7 +241,7 @@ class HostPool:
         return known
 
 
-def _creation_error(status: int, isa: str, threads: int) -> Exception:
+def creation_error(status: int, isa: str, threads: int) -> Exception:
     if status == UNKNOWN_ISA:
         return ValueError(f"{ISA_VARIABLE} must be portable, avx2 or avx512, got {isa!r}")
     if status == MISSING_ISA:

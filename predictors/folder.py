@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -83,6 +84,7 @@ def write_predictors(folder: Path, manifest: Manifest, weights: Weights) -> Path
     _check_finite(weights, folder)
     needed = sum(fc1.nbytes + fc2.nbytes for fc1, fc2 in weights) + _SLACK_BYTES
     with draft_of(folder, needed) as draft:
+        _check_room(draft / WEIGHTS_NAME, needed)
         _save(draft / WEIGHTS_NAME, _tree(weights))
         record["files"] = _hashes(draft / WEIGHTS_NAME)
         with (draft / MANIFEST_NAME).open("w", encoding="utf-8") as file:
@@ -224,6 +226,13 @@ def _tree(weights: Weights) -> dict[str, dict[str, npt.NDArray]]:
     return {_key(i): {"fc1": fc1, "fc2": fc2} for i, (fc1, fc2) in enumerate(weights)}
 
 
+def _check_room(path: Path, count: int) -> None:
+    """OSError if `count` bytes cannot be had at `path`: a full disk or a quota, which orbax ends with pages of log."""
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, count)
+    path.unlink()
+
+
 def _save(path: Path, tree: dict[str, dict[str, npt.NDArray]]) -> None:
     import orbax.checkpoint as ocp
 
@@ -231,7 +240,9 @@ def _save(path: Path, tree: dict[str, dict[str, npt.NDArray]]) -> None:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
     except (ValueError, RuntimeError) as error:  # tensorstore words a full disk as one of these
-        raise StorageError(f"cannot write {located(path)}: {plain(str(error)[:160])}") from error
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        reason = os.strerror(int(code[1])) if code else plain(str(error)[:160])
+        raise StorageError(f"cannot write {located(path)}: {reason}") from error
 
 
 def _restore(folder: Path, manifest: Manifest) -> dict[str, dict[str, npt.NDArray]]:

@@ -21,6 +21,7 @@ SPECS = {
     "wide-heads": replace(TINY_WIDE_HEADS, kv_heads=2),
     "untied-odd": replace(TINY, layers=3, ffn=50, vocab=97),
 }
+OPT = replace(TINY_TIED, gated=False, norm="layer", rope=None, qkv_bias=True, o_bias=True, ffn_bias=True, layout="opt")
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
@@ -49,6 +50,28 @@ def test_weights_add_up(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+def test_a_resident_model_leaves_no_unit_on_the_host(dtype):
+    plain, tied = SPECS["plain"], SPECS["tied"]
+    assert budget.host_bytes(plain, dtype, resident=True) == budget.host_bytes(plain, dtype) | {"units": 0}
+    assert budget.host_bytes(tied, dtype, resident=True) == {"units": 0, "embed": 0}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_biases_and_learned_positions_add_up(dtype):
+    """opt: two parts, each row with a cache line more; the positions lie where the embeddings do."""
+    spec, size = OPT, np.dtype(TYPES[dtype]).itemsize
+    positions, table = 512 * 32, 96 * 32
+    block = 4 * 32 * 32 + 4 * 32 + 2 * 2 * 32 + 32  # projections and their biases, two norms, the FFN's output bias
+    dense = 2 * block + 2 * 32 + table
+    assert budget.unit_bytes(spec, dtype) == 2 * (32 + 32) * size
+    assert budget.dense_bytes(spec, dtype) == (dense + positions) * size
+    assert budget.host_bytes(spec, dtype) == {"units": 2 * 48 * 2 * 64 * size, "embed": 0}
+    untied = replace(spec, tied=False)
+    assert budget.dense_bytes(untied, dtype) == dense * size
+    assert budget.host_bytes(untied, dtype, resident=True) == {"units": 0, "embed": (table + positions) * size}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("ctx", "batch"), [(8, 1), (256, 3)])
 def test_caches_add_up(dtype, ctx, batch):
     spec = SPECS["wide-heads"]
@@ -58,11 +81,12 @@ def test_caches_add_up(dtype, ctx, batch):
 
 
 @pytest.mark.parametrize(("ctx", "batch", "chunk"), [(8, 1, 8), (256, 3, 32)])
-def test_workspace_adds_up(ctx, batch, chunk):
+@pytest.mark.parametrize("spec", [SPECS["untied-odd"], OPT])
+def test_workspace_adds_up(spec, ctx, batch, chunk):
     """Prompt and chunk, or a step's three rows and its logits: the plan grants both, all in float32."""
-    spec = SPECS["untied-odd"]
-    arrays = [np.empty((ctx, spec.hidden), np.float32), np.empty((chunk, spec.hidden), np.float32)]
-    arrays += [np.empty((batch, spec.hidden), np.float32) for _ in ("x", "h", "y")]
+    width = spec.hidden + (32 if spec is OPT else 0)  # of what the FFN reads and gives
+    arrays = [np.empty((ctx, spec.hidden), np.float32), np.empty((chunk, width), np.float32)]
+    arrays += [np.empty((batch, size), np.float32) for size in (spec.hidden, width, width)]  # x, h, y
     arrays += [np.empty((batch, spec.vocab), np.float32), np.empty(spec.layers, np.int32)]
     assert budget.workspace_bytes(spec, ctx, batch, chunk) == sum(array.nbytes for array in arrays)
 

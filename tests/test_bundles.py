@@ -7,11 +7,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from dynajax.bundles import HostStore, allocate_arena, load_store
+from dynajax.bundles import HostStore, allocate_arena, load_store, one_arena
 from dynajax.checkpoint import Checkpoint
 from dynajax.errors import FitError
 from dynajax.testing import TINY, make_checkpoint
+from dynajax.testing.families import write
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -65,6 +67,39 @@ def test_load_store(tmp_path, dtype):
     for layer, arena in enumerate(store.arenas):
         checkpoint.fill_bundle(layer, expected)
         np.testing.assert_array_equal(arena, expected)
+
+
+def test_units_of_a_model_with_biases(tmp_path):
+    """Two parts; behind up's row its bias, behind down's nothing, and no rest of what was there before."""
+    folder = write(tmp_path, "opt")
+    checkpoint = Checkpoint.open(folder)
+    store = load_store(checkpoint, "float32")
+    store.check()
+    tensors = load_file(folder / "model.safetensors")
+    for layer, arena in enumerate(store.arenas):
+        at = f"model.decoder.layers.{layer}."
+        assert arena.shape == (80, 2, 1, 64)
+        np.testing.assert_array_equal(arena[:, 0, 0, :32], tensors[f"{at}fc1.weight"])
+        np.testing.assert_array_equal(arena[:, 0, 0, 32], tensors[f"{at}fc1.bias"])
+        np.testing.assert_array_equal(arena[:, 1, 0, :32], tensors[f"{at}fc2.weight"].T)
+        assert not arena[:, 0, 0, 33:].any() and not arena[:, 1, 0, 32:].any()
+    used = np.full(store.arenas[0].shape, np.nan, np.float32)
+    checkpoint.fill_bundle(1, used)
+    np.testing.assert_array_equal(used, store.arenas[1])
+
+
+def test_one_arena_serves_every_layer():
+    store = one_arena(TINY, "bfloat16")
+    store.check()
+    assert len(store.arenas) == TINY.layers and store.dtype == "bfloat16"
+    assert store.arenas[0].shape == (TINY.ffn, 3, 1, TINY.hidden)
+    store.arenas[0][:] = 3
+    assert (store.arenas[1] == 3).all()
+
+
+def test_an_empty_store_holds_nothing():
+    HostStore(()).check()
+    assert HostStore(()).nbytes == 0
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from dynajax.config import Activation, EngineConfig, ModelSpec, parse_budget
+from dynajax.config import Activation, EngineConfig, ModelSpec, Rope, parse_budget
 from dynajax.errors import UsageError
 from dynajax.testing import TINY
 
@@ -93,7 +93,7 @@ CHOICES = {
     "policy": ("auto", "static", "none"),
     "dtype": ("auto", "float32", "float16", "bfloat16"),
     "host_dtype": ("auto", "float32", "float16", "bfloat16"),
-    "host_mode": ("threads", "callback"),
+    "host_mode": ("auto", "threads", "callback", "ffi"),
 }
 
 
@@ -159,10 +159,11 @@ def test_a_model_of_impossible_size(name, value):
         ({"heads": 4, "kv_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
         ({"heads": 4, "kv_heads": 8}, "heads must be a multiple of kv_heads, got 4 and 8"),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
-        ({"norm_eps": 0.0}, "norm_eps and rope_theta must be > 0, got 0.0"),
-        ({"norm_eps": float("nan")}, "norm_eps and rope_theta"),
-        ({"rope_theta": -1.0}, "norm_eps and rope_theta"),
-        ({"rope_theta": float("nan")}, "norm_eps and rope_theta"),
+        ({"norm_eps": 0.0}, "norm_eps must be > 0, got 0.0"),
+        ({"norm_eps": float("nan")}, "norm_eps must be > 0, got nan"),
+        ({"window": 0}, "window must be >= 1, got 0"),
+        ({"activation": Activation(kind="drelu"), "gated": False}, "drelu needs a gate"),
+        ({"shared_norm": True}, "shared_norm needs parallel"),
     ],
 )
 def test_an_inconsistent_model(changes, message):
@@ -170,12 +171,50 @@ def test_an_inconsistent_model(changes, message):
         replace(TINY, **changes)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"theta": 0.0}, "rope theta and factor must be > 0, got 0.0 and 1.0"),
+        ({"theta": float("nan")}, "rope theta and factor"),
+        ({"kind": "linear", "factor": -2.0}, "rope theta and factor must be > 0, got 10000.0 and -2.0"),
+        ({"kind": "llama3", "factor": 8.0}, "llama3 needs original_positions >= 1, got 0"),
+        ({"kind": "yarn", "factor": 8.0}, "yarn needs original_positions >= 1, got 0"),
+    ],
+)
+def test_impossible_rotary_positions(values, message):
+    with pytest.raises(ValueError, match=message):
+        Rope(**values)
+
+
 def test_unusual_models_that_are_fine():
     smallest = dict.fromkeys(COUNTS, 1) | {"head_dim": 2}
     assert ModelSpec(**smallest).ffn_parts == 3
     assert replace(TINY, heads=3, kv_heads=1, head_dim=64).hidden == TINY.hidden  # heads x head_dim != hidden
+    assert replace(TINY, head_dim=7, rope=None).rope is None  # only pairs are rotated
+
+
+def test_the_shape_of_a_unit():
+    """A bias takes a column for itself, and 31 of padding keep the next row on a cache line of its own."""
+    assert (TINY.ffn_parts, TINY.unit_width) == (3, 32)
+    biased = replace(TINY, gated=False, ffn_bias=True)
+    assert (biased.ffn_parts, biased.unit_width) == (2, 64)
+
+
+def test_parameters_of_a_block_by_hand():
+    spec = replace(TINY, hidden=32, heads=4, kv_heads=2, head_dim=8)
+    q, kv = 32 * 32, 32 * 16
+    plain = 2 * q + 2 * kv + 2 * 32
+    assert spec.block_parameters == plain
+    assert replace(spec, norm="layer").block_parameters == plain + 2 * 32
+    assert replace(spec, norm="layer", parallel=True, shared_norm=True).block_parameters == plain
+    assert replace(spec, qkv_bias=True).block_parameters == plain + 32 + 16 + 16
+    assert replace(spec, o_bias=True).block_parameters == plain + 32
+    assert replace(spec, ffn_bias=True).block_parameters == plain + 32  # down's; the others travel with their units
+    assert replace(spec, qk_norm=True).block_parameters == plain + 8 + 8
+    assert (spec.norm_parameters, replace(spec, norm="layer").norm_parameters) == (32, 64)
+    assert (spec.position_parameters, replace(spec, rope=None).position_parameters) == (0, 512 * 32)
 
 
 def test_only_silu_has_no_zeros():
-    kinds = ("relu", "fatrelu", "silu")
-    assert [Activation(kind=kind).has_zeros for kind in kinds] == [True, True, False]
+    kinds = ("relu", "fatrelu", "silu", "drelu")
+    assert [Activation(kind=kind).has_zeros for kind in kinds] == [True, True, False, True]

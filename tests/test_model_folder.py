@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dynajax.checkpoint import Checkpoint
 from dynajax.convert import weights
 from dynajax.errors import UsageError
 from dynajax.model_folder import model_folder
@@ -51,6 +52,22 @@ def test_another_process_converts_at_the_same_time(pickled, monkeypatch, written
     else:
         with pytest.raises(UsageError):
             model_folder(str(pickled))
+
+
+@pytest.mark.parametrize("lost", ["config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"])
+def test_a_conversion_that_lost_a_file_is_made_again(pickled, monkeypatch, lost):
+    def convert(source, target, *, progress):
+        assert not target.exists()
+        return make_checkpoint(target, TINY, shards=2)
+
+    monkeypatch.setattr(weights, "convert_weights", convert)
+    target = model_folder(str(pickled))
+    (target / lost).unlink()
+    if lost.endswith(".index.json"):
+        (target / lost).write_text("{")
+    assert model_folder(str(pickled)) == target and (target / lost).is_file()
+    Checkpoint.open(target)
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
 def test_other_folders_and_files_stay_as_they_are(tmp_path):

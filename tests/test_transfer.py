@@ -15,7 +15,7 @@ from dynajax.pool import DevicePool
 from dynajax.programs import Programs, Shapes
 from dynajax.transfer import RING, Transfer, fill_piece, fill_pool
 from hostcompute import NumpyPool
-from tests.programs.cases import SHAPES
+from tests.programs.cases import SHAPES, shapes_of
 
 HIDDEN, UNITS = SHAPES.spec.hidden, SHAPES.spec.ffn
 PAIRS = [("float32", "float32"), ("float16", "float32"), ("bfloat16", "float32"), ("float16", "float16")]
@@ -63,6 +63,41 @@ def test_fill_gives_the_arenas_rows(host_type, device_type):
     with pytest.raises(AssertionError):  # the comparison sees the order of the slots
         assert_filled(pool, store, [bucket[::-1] for bucket in buckets])
     assert programs.count == len(set(sizes) - {0})  # a piece that overlaps needs no further program
+
+
+def test_one_arena_fills_every_layer():
+    """`load` brings a layer's units in before any of them is sent; the next layer's may overwrite them at once."""
+    sizes, whole = (UNITS, 0, 7, UNITS), store_of(4)
+    arena = allocate_arena(whole.arenas[0].shape, "float32")
+    shared = HostStore((arena,) * 4)
+    buckets = tuple(np.random.default_rng(3).permutation(UNITS)[:size].astype(np.int32) for size in sizes)
+    pool, programs = pool_for(sizes)
+    events = []
+
+    def load(layer):
+        events.append(("load", layer))
+        arena[:] = whole.arenas[layer]
+
+    transfer = Transfer(shared, pool, programs, NumpyPool(1), 4)
+    fill_pool(transfer, pool, Placement(buckets, UNITS), lambda layer: events.append(("sent", layer)), load)
+    assert_filled(pool, whole, buckets)
+    assert events == [(what, layer) for layer in range(4) for what in ("load", "sent")]
+    with pytest.raises(AssertionError):  # what the arena holds in the end is another layer's
+        assert_filled(pool, shared, buckets)
+
+
+@pytest.mark.parametrize("name", ["opt", "scaled"])
+def test_units_of_every_shape_arrive(name):
+    """Two parts, and rows that are wider than the model for the sake of their biases."""
+    spec = shapes_of(name).spec
+    programs = Programs(Shapes(spec=spec, dtype="float32", ctx=8, batch=1))
+    arena = allocate_arena((UNITS, spec.ffn_parts, 1, spec.unit_width), "float32")
+    arena[:] = np.random.default_rng(0).standard_normal(arena.shape)
+    pool = DevicePool((9,), spec.ffn_parts, 1, spec.unit_width, programs.shapes.pool_type, UNITS)
+    bucket = np.random.default_rng(3).permutation(UNITS)[:9].astype(np.int32)
+    fill_pool(Transfer(HostStore([arena]), pool, programs, NumpyPool(1), 4), pool, Placement((bucket,), UNITS))
+    assert len(pool.parts(0)) == spec.ffn_parts
+    assert_filled(pool, HostStore([arena]), [bucket])
 
 
 @pytest.mark.parametrize("units", [1, 2, 7, 16, 17, 45, 48])

@@ -49,6 +49,15 @@ def draft_of(target: Path, needed_bytes: int) -> Generator[Path, None, None]:
             os.close(lock)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, if it is there, such that half of it is never seen under its name."""
+    if folder.is_dir():
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def _refuse_taken(target: Path) -> None:
     if not os.path.lexists(target):
         return

@@ -153,7 +153,8 @@ def _listed(repo: Repo) -> tuple[str, dict[str, HubFile]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # an answer, but not that of a hub
         if isinstance(error, OSError):
             raise
-        raise Unreachable(f"{constants.ENDPOINT} does not answer as a Hugging Face hub does") from error
+        reason = plain(" ".join(f"{type(error).__name__}: {error}".split()))
+        raise Unreachable(f"{constants.ENDPOINT} does not answer as a Hugging Face hub does ({reason})") from error
     files = {}
     for sibling in info.siblings or []:
         if is_plain_name(sibling.rfilename):
@@ -246,6 +247,7 @@ def _write_ref(repo: Repo, commit: str) -> None:
 @contextmanager
 def _explained(repo: Repo, cached: Path | None) -> Generator[None]:
     """What the hub and the disk raise, as errors with a remedy. DynajaxErrors and signals pass."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     try:
@@ -256,9 +258,12 @@ def _explained(repo: Repo, cached: Path | None) -> Generator[None]:
         raise _refused(error, repo, cached) from error
     except HTTPError as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Unreachable(f"cannot download {repo.name} ({plain(reason)}): run again, the download resumes") from error
+        raise Unreachable(
+            f"cannot download {repo.name} from {constants.ENDPOINT} ({plain(reason)}): check the network and "
+            "run again, the download resumes"
+        ) from error
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "make room and run again, the download resumes" if full else "check the folder, or set HF_HOME"
         reason = f"cannot write {repo.name} to {located(repo.cache)}: {error.strerror or error}"
         raise StorageError(f"{reason}: {remedy}") from error

@@ -79,7 +79,8 @@ def _model_stages(names: Collection[str], folder: Path) -> Iterator[list[str]]:
     yield [*sorted(small), *weights]
 
 
-def _model_is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
+    """Whether config and weights of a model are there, as far as the names can say."""
     if not (folder / CONFIG).is_file():
         return False
     for layout in (SINGLE, INDEX, PICKLE, PICKLE_INDEX):
@@ -129,5 +130,5 @@ def _no_weights(names: Collection[str]) -> str:
 
 
 SETTINGS_ONLY = Wanted(_settings_stages, lambda folder: (folder / CONFIG).is_file())
-MODEL = Wanted(_model_stages, _model_is_complete)
+MODEL = Wanted(_model_stages, is_complete)
 PREDICTOR = Wanted(_predictor_stages, _predictor_is_complete)

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from dynajax.checkpoint import Checkpoint
-from dynajax.checkpoint.mapping import tensor_name, unit_parts
+from dynajax.checkpoint.mapping import LEARNED_OFFSET, stored_as, unit_parts
+from dynajax.config import ModelSpec
 from dynajax.engine.opening import Parts
 from dynajax.engine.threads import ThreadsRunner
 
@@ -28,23 +28,23 @@ class Trace:
 
 def trace(parts: Parts, ids: Sequence[int], decoded: int) -> Trace:
     """Prefill all but the last `decoded` tokens, then feed those one by one; the caller has the engine to itself."""
-    hidden: list[list[Floats]] = [[] for _ in range(parts.prepared.spec.layers)]
-    width, batch = parts.prepared.spec.hidden, parts.config.batch
-    active = np.arange(batch) == 0
+    spec, batch = parts.prepared.spec, parts.config.batch
+    hidden: list[list[Floats]] = [[] for _ in range(spec.layers)]
+    first, active = len(ids) - decoded, np.arange(batch) == 0
 
     def prompt(layer: int, h: Floats) -> None:
-        hidden[layer].append(h[:, :width].copy())
+        hidden[layer].append(h[:, : spec.hidden].copy())
 
     def row(layer: int, h: Floats) -> None:
-        hidden[layer].append(h[:1, :width].copy())
+        hidden[layer].append(h[:1, : spec.hidden].copy())
 
-    first = len(ids) - decoded
     runner, logits = parts.runner, []
     watched = isinstance(runner, ThreadsRunner)
     try:
         if watched:
             runner.watch = prompt
-        parts.stepper.prefill(0, ids[:first], lambda done, total: None)
+        if first:
+            parts.stepper.prefill(0, ids[:first], lambda done, total: None)
         if watched:
             runner.watch = row
         for position in range(first, len(ids)):
@@ -57,55 +57,69 @@ def trace(parts: Parts, ids: Sequence[int], decoded: int) -> Trace:
     return Trace(tuple(np.concatenate(chunks) for chunks in hidden) if watched else (), np.stack(logits))
 
 
-def weight_errors(parts: Parts, reference: Checkpoint) -> Iterator[tuple[int | None, str, float]]:
-    """(layer, tensor, relative error) of every weight the engine holds, against the reference rounded to the same
-    type; a unit counts where it lies, in host memory or in the pool. In order of layers, the ends last."""
-    spec, shapes = parts.prepared.spec, parts.prepared.programs.shapes
-    units = np.empty((spec.ffn, spec.ffn_parts, 1, spec.unit_width), ml_dtype(parts.prepared.host_dtype))
-    for layer in range(spec.layers):
-        wanted = reference.attention(layer, shapes.dtype)
-        for name, leaf in zip(parts.prepared.programs.leaf_names, parts.stepper.weights.layers[layer], strict=True):
-            yield layer, tensor_name(name, spec, layer), relative_error(np.asarray(leaf), wanted[name])
-        reference.fill_bundle(layer, units)
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A weight in host memory, in the order of its published tensor; of units one row each, whatever the tensor has."""
+
+    part: str  # as `Checkpoint.tensors` names it, with `layer`
+    layer: int | None
+    values: npt.NDArray
+    rounded: str  # the type that its values were rounded to
+    where: str  # "device" or "host"
+    first: int = 0  # the tensor's first row that the engine holds
+    units: npt.NDArray[np.int32] | None = None  # whose rows the values are; None: no units
+
+
+def held_weights(parts: Parts) -> Iterator[Held]:
+    """Every weight that the engine holds, layer by layer, the ends last; a unit in each place where it lies.
+
+    Each is fetched when it is asked for and kept by nobody. Do not use the engine meanwhile: on the CPU backend the
+    values are those of the device, not copies.
+    """
+    spec, weights = parts.prepared.spec, parts.stepper.weights
+    dtype, names = parts.prepared.programs.shapes.dtype, parts.prepared.programs.leaf_names
+    for layer, leaves in enumerate(weights.layers):
+        for part, values in _published(dict(zip(names, leaves, strict=True)), spec):
+            yield Held(part, layer, values, dtype, "device")
         for index, part in enumerate(unit_parts(spec)):
-            yield layer, tensor_name(part, spec, layer), _unit_error(parts, layer, index, units[:, index, 0])
-    weights = parts.stepper.weights
-    for part, held, wanted in zip(("norm", "norm_bias"), weights.norm, reference.norm(shapes.dtype), strict=False):
-        yield None, tensor_name(part, spec), relative_error(np.asarray(held), wanted)
-    dtype = shapes.dtype if spec.tied else parts.prepared.host_dtype
-    embed = np.asarray(weights.tables[0]) if spec.tied else weights.host_tables[0]
-    yield None, tensor_name("embed", spec), relative_error(embed, reference.embed(dtype))
-    if (head := reference.head(shapes.dtype)) is not None:
-        yield None, tensor_name("head", spec), relative_error(np.asarray(weights.table), head)
-    if (learned := reference.positions(dtype)) is not None:
-        held = np.asarray(weights.tables[1]) if spec.tied else weights.host_tables[1]
-        yield None, tensor_name("positions", spec), relative_error(held, learned)
+            for rows, where, units in _unit_rows(parts, layer, index):
+                rounded = parts.prepared.host_dtype
+                yield Held(part, layer, rows[:, : spec.hidden], rounded, where, units=units)
+                if spec.ffn_bias and part != "down":
+                    yield Held(f"{part}_bias", layer, rows[:, spec.hidden], rounded, where, units=units)
+    for part, norm in zip(("norm", "norm_bias"), weights.norm, strict=False):
+        yield Held(part, None, _values(norm), dtype, "device")
+    yield Held("embed" if spec.tied else "head", None, _values(weights.table), dtype, "device")
+    if spec.tied:
+        tables, rounded, where = [_values(table) for table in weights.tables], dtype, "device"
+    else:
+        tables, rounded, where = weights.host_tables, parts.prepared.host_dtype, "host"
+    for part, table, first in zip(("embed", "positions"), tables, (0, LEARNED_OFFSET), strict=False):
+        yield Held(part, None, table, rounded, where, first)
 
 
-def _unit_error(parts: Parts, layer: int, index: int, wanted: npt.NDArray) -> float:
-    """The larger error of a part's rows [F, W] in host memory and in the pool."""
-    errors = [0.0]
+def _published(leaves: dict[str, jax.Array], spec: ModelSpec) -> Iterator[tuple[str, npt.NDArray]]:
+    """A layer's leaves by the tensors they come from; what is stored as one is put together again."""
+    if stored_as("q", spec) == "qkv":  # for every KV head its queries, its key, its value
+        groups = (_values(leaves.pop(part)).reshape(spec.kv_heads, -1, spec.head_dim, spec.hidden) for part in "qkv")
+        yield "qkv", np.concatenate(list(groups), axis=1).reshape(-1, spec.hidden)
+    for name, leaf in leaves.items():
+        yield stored_as(name, spec), _values(leaf)
+
+
+def _unit_rows(parts: Parts, layer: int, index: int) -> Iterator[tuple[npt.NDArray, str, npt.NDArray[np.int32]]]:
+    """(rows [G, W], place, units [G]) of one part of a layer's units, in host memory and in the pool."""
     if parts.store.arenas:
-        errors.append(relative_error(parts.store.arenas[layer][:, index, 0], wanted))
+        arena = parts.store.arenas[layer]
+        yield arena[:, index, 0], "host", np.arange(len(arena), dtype=np.int32)
     bucket = parts.pool.bucket(layer)
     if len(bucket):
-        dtype = parts.prepared.programs.shapes.dtype
         with parts.pool.lock:
-            rows = np.asarray(jax.device_get(parts.pool.parts(layer)[index])).view(ml_dtype(dtype))
-        errors.append(relative_error(rows, wanted[bucket].astype(ml_dtype(dtype))))
-    return max(errors)
+            rows = _values(parts.pool.parts(layer)[index])
+        bits = parts.prepared.programs.shapes.dtype == "bfloat16"  # such pools are uint16
+        yield rows.view(ml_dtypes.bfloat16) if bits else rows, "device", bucket
 
 
-def ml_dtype(name: str) -> np.dtype:
-    """float32, float16 or bfloat16 -> the NumPy type."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
-
-
-def relative_error(held: npt.NDArray, wanted: npt.NDArray) -> float:
-    """|held - wanted| / |wanted|, both as long vectors; 0 where the bits are equal."""
-    if np.array_equal(held, wanted):
-        return 0.0
-    difference = held.astype(np.float32) - wanted.astype(np.float32)
-    length = float(np.linalg.norm(wanted.astype(np.float32)))
-    error = float(np.linalg.norm(difference)) / (length or 1.0)
-    return error if np.isfinite(error) else float("inf")
+def _values(array: jax.Array) -> npt.NDArray:
+    """The array's values in host memory; the array itself remembers no copy, which would last as long as it does."""
+    return np.asarray(array.addressable_data(0))

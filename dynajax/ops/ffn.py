@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dynajax.config import Activation
-from dynajax.ops.linear import contract
+from dynajax.ops.linear import as_weights, contract
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -19,11 +19,6 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
         case "silu":
             return x * jax.nn.sigmoid(x)
     raise ValueError(f"activation must be relu, fatrelu, silu or drelu, got {activation.kind!r}")
-
-
-def as_weights(part: jax.Array) -> jax.Array:
-    """A pool part as numbers: uint16 holds the bits of bfloat16, which jax 0.10 cannot update in place on CPU."""
-    return jax.lax.bitcast_convert_type(part, jnp.bfloat16) if part.dtype == jnp.uint16 else part
 
 
 def pool_ffn_reference(h: jax.Array, parts: tuple[jax.Array, ...], activation: Activation) -> jax.Array:
@@ -61,7 +56,7 @@ def pool_ffn(
     The host adds the units that are not in the pool. The parts are separate arrays because slicing one [G, P, D] array
     costs a temporary as large as the pool.
     """
-    *ups, down = (as_weights(part) for part in parts)
+    *ups, down = parts
     products = [contract("TD,GD->TG", h, part) for part in ups]
     values, live = combine(products[0], products[1] if len(ups) == 2 else None, activation)
     return contract("TG,GD->TD", values, down), live

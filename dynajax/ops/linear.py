@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from hostcompute import ffi
+
+
+def as_weights(part: jax.Array) -> jax.Array:
+    """An array as numbers: uint16 holds the bits of bfloat16, which jax 0.10 cannot update in place on CPU."""
+    return jax.lax.bitcast_convert_type(part, jnp.bfloat16) if part.dtype == jnp.uint16 else part
+
 
 def contract(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """einsum in the type of `b` (the weights), accumulated and returned in float32.
+    """einsum with weights `b` of any type, uint16 for the bits of bfloat16 included; accumulated and returned in float32.
 
     float32 weights ask for full precision: on GPUs the default would be TF32, and placement could
-    then change an answer by more than summation order.
+    then change an answer by more than summation order. 16-bit weights round `a` to their type on a GPU; on the CPU
+    backend, whose own 16-bit products are slow, they do not: a matrix is read as it is by the host's kernels, and
+    anything else becomes float32 first. Gradients are those of `contract_reference`.
     """
+    return contract_reference(subscripts, a, b) if b.dtype == jnp.float32 else _contract_narrow(subscripts, a, b)
+
+
+def contract_reference(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """What `contract` must compute, in the type of `b`."""
+    b = as_weights(b)
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum(subscripts, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _contract_narrow(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    plain = partial(contract_reference, subscripts)
+    return jax.lax.platform_dependent(a, b, cpu=partial(_contract_on_cpu, subscripts), default=plain)
+
+
+@_contract_narrow.defjvp
+def _contract_jvp(subscripts: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return jax.jvp(partial(contract_reference, subscripts), primals, tangents)
+
+
+def _contract_on_cpu(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    inputs, out = subscripts.split("->")
+    left, right = inputs.split(",")
+    if len(right) != 2 or left[:-1] != out[:-1] or {left[-1], out[-1]} != set(right):
+        return contract_reference(subscripts, a, as_weights(b).astype(jnp.float32))
+    if ffi.unavailable() is not None:
+        return contract_reference(subscripts, a, b)
+    product = ffi.dot_rows_ffi if right[1] == left[-1] else ffi.sum_rows_ffi
+    return product(a.astype(jnp.float32).reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], -1)
 
 
 def rms_norm(

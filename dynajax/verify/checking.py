@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
+import jax
 import numpy as np
 
-from dynajax.budget import MARGIN_SHARE, unit_bytes
 from dynajax.checkpoint import Checkpoint
-from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
-from dynajax.engine import plan_for
+from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec
+from dynajax.engine.failures import translated_errors
 from dynajax.engine.hosts import offload_mode
-from dynajax.engine.opening import Parts, open_parts
-from dynajax.engine.probe import trace, weight_errors
-from dynajax.errors import FitError, MismatchError, NumericalError
+from dynajax.engine.opening import Parts, load_parts
+from dynajax.engine.planning import Prepared, prepare, resolve_dtypes
+from dynajax.engine.probe import trace
+from dynajax.errors import FitError, MismatchError, NumericalError, UsageError
 from dynajax.model_folder import model_folder
+from dynajax.plan import Placement
 from dynajax.text import load_tokenizer
-from dynajax.verify.comparing import TOLERANCES, Expected, broken_checksums, cosines, expected, logits_error
+from dynajax.verify.comparing import (
+    Expected,
+    allowed_error,
+    cosines,
+    expected,
+    hidden_errors,
+    logits_error,
+    stored_types,
+)
+from dynajax.verify.files import broken_checksums
+from dynajax.verify.weights import Difference, differences
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # stage, done, total; may raise
 TEXT = (
     "The lighthouse keeper counted the ships that passed in the night, and wrote their number into a book that nobody "
     "else had opened for thirty years. When the fog came, he rang the bell and waited for an answer."
@@ -36,23 +46,31 @@ class Settings:
     model: str
     config: EngineConfig
     against: str | None = None
-    tolerance: float = 0.02  # relative error of a weight that still counts as the same, with `against`
+    tolerance: float | None = None  # with `against`: relative error of a weight that still counts as the same
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and self.against is None:
+            raise UsageError("--tolerance goes with --against: a copy of the file itself has no errors")
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise UsageError(f"--tolerance must be above 0 and below 1, got {self.tolerance}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One way of running, and how it compares. None: not measured in this way of running."""
 
-    placement: str  # host, half or device
+    placement: str  # host, half (every second unit of every layer on the device) or device
     dtype: str
     host_dtype: str
     host_mode: str
     skipped: str | None = None  # why it was not run
-    cosine: float | None = None  # the worst of all layers and positions
-    first_layer: int | None = None  # the first that is off
+    allowed: float | None = None  # the largest hidden or logits error of a run that passes
+    hidden_error: float | None = None  # of the FFN's inputs, the largest of all layers and positions
+    cosine: float | None = None  # of the same, the smallest
     logits_error: float | None = None
     same_tokens: float | None = None  # share of positions with the same most likely token
-    tensors: tuple[str, ...] = ()  # weights that differ from the reference's, first layer first
+    first_layer: int | None = None  # the first that is off, by its FFN's input or by a weight
+    tensors: tuple[Difference, ...] = ()  # weights that are off, first layer first
     passed: bool = True
 
 
@@ -68,48 +86,69 @@ class Report:
     runs: tuple[Run, ...]
 
     @property
+    def ran(self) -> list[Run]:
+        """The runs that were not skipped."""
+        return [run for run in self.runs if run.skipped is None]
+
+    @property
     def passed(self) -> bool:
         """Whether nothing is off, and something was run."""
-        ran = [run for run in self.runs if run.skipped is None]
-        return bool(ran) and all(run.passed for run in ran) and not self.checksums
+        return bool(self.ran) and all(run.passed for run in self.ran) and not self.checksums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Case:
+    """What every run is compared with."""
+
+    settings: Settings
+    model: Checkpoint
+    reference: Checkpoint  # the model itself, or the other copy
+    ids: list[int]
+    wanted: Expected
 
 
 def verify(settings: Settings, progress: Progress, on_run: Callable[[Run], None]) -> Report:
-    """Compare every placement, type and host mode; `on_run` is told each as it is done."""
+    """Compare every placement, type and host mode; `on_run` is told each as it is done.
+
+    One engine is open at a time, none while `on_run` is called; both callbacks may raise.
+    """
     config = settings.config
-    checkpoint = Checkpoint.open(model_folder(settings.model, offline=config.offline, progress=progress))
-    other = settings.against
-    reference = checkpoint
-    if other is not None:
-        reference = Checkpoint.open(model_folder(other, offline=config.offline, progress=progress))
-        _check_same_shape(checkpoint, reference)
-    checksums = broken_checksums(checkpoint)
-    ids = _tokens(checkpoint)
-    wanted = expected(reference, ids)
-    runs = []
-    for run, changed in _ways(settings):
-        run = _measure(run, settings, changed, reference, wanted, ids)
-        on_run(run)
-        runs.append(run)
+    model = Checkpoint.open(model_folder(settings.model, offline=config.offline, progress=progress))
+    reference = model
+    if settings.against is not None:
+        reference = Checkpoint.open(model_folder(settings.against, offline=config.offline, progress=progress))
+        _check_same_shape(model, reference)
+    ways = _ways(config, model.spec, jax.local_devices()[0].platform)
+    checksums = broken_checksums(model, lambda done, total: progress("checksums", done, total))
+    ids = _tokens(model, config.ctx)
+    wanted = expected(reference, ids, lambda done, total: progress("reference", done, total))
+    case = _Case(settings=settings, model=model, reference=reference, ids=ids, wanted=wanted)
+    runs: list[Run] = []
+    for way in ways:
+        runs.append(_run(way, case, lambda *_: progress("verify", len(runs), len(ways))))
+        on_run(runs[-1])
     return Report(
         model=settings.model,
-        against=other or settings.model,
+        against=settings.against or settings.model,
         tokens=len(ids),
-        layers=checkpoint.spec.layers,
-        checksums=None if checksums is None else tuple(checksums),
+        layers=model.spec.layers,
+        checksums=checksums,
         runs=tuple(runs),
     )
 
 
 def _check_same_shape(one: Checkpoint, other: Checkpoint) -> None:
-    ignored = {"dtype": "float32", "max_positions": 1, "bos_id": None, "eos_ids": ()}
+    """Two copies may be meant for another type, other special tokens and, unless positions are learned, other lengths."""
+    ignored = {"dtype": "float32", "bos_id": None, "eos_ids": ()}
+    if one.spec.rope is not None:
+        ignored["max_positions"] = 1
     if replace(one.spec, **ignored) != replace(other.spec, **ignored):
         raise MismatchError("the two models differ in shape: --against takes another copy of the same model")
 
 
-def _tokens(checkpoint: Checkpoint) -> list[int]:
+def _tokens(checkpoint: Checkpoint, ctx: int | None) -> list[int]:
     """A text in the model's own tokens, or random ids without a tokenizer; at most what its context holds."""
-    count = min(TOKENS, checkpoint.spec.max_positions)
+    count = min(TOKENS, checkpoint.spec.max_positions, ctx or TOKENS)
     tokenizer = load_tokenizer(checkpoint.folder)
     ids = [] if tokenizer is None else tokenizer.encode(TEXT)
     if len(ids) < 2 or max(ids) >= checkpoint.spec.vocab:
@@ -117,86 +156,95 @@ def _tokens(checkpoint: Checkpoint) -> list[int]:
     return ids[:count]
 
 
-def _ways(settings: Settings) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """Both extremes of placement in every type, half in the first, and the first as one program a token."""
-    config = settings.config
-    dtypes = [config.dtype] if config.dtype != "auto" else list(DTYPE_BYTES)
-    for index, dtype in enumerate(dtypes):
-        host = config.host_dtype if config.host_dtype != "auto" or dtype == "float32" else dtype
-        for placement in ("host", "half", "device") if index == 0 else ("host", "device"):
-            yield _way(placement, dtype, host, "threads")
-    host = config.host_dtype
-    offload = offload_mode("auto", _platform())
-    if offload != "threads":
-        yield _way("half", dtypes[0], host, offload)
-    yield _way("half", dtypes[0], host, "callback")
-    yield _way("device", dtypes[0], host, "resident")
+def _ways(config: EngineConfig, spec: ModelSpec, platform: str) -> list[Run]:
+    """Both extremes of placement in every type; in the first also half, and the first as one program a token.
+
+    What the user chose is not varied.
+    """
+    offload = offload_mode(config.host_mode, platform)
+    dtypes = [config.dtype]
+    if config.dtype == "auto":  # a 16-bit host type fills a pool of its own type or of float32
+        dtypes = [name for name in DTYPE_BYTES if config.host_dtype in ("auto", name) or name == "float32"]
+    varied, first = config.host_mode == "auto", dtypes[0]
+    mode = "threads" if varied else offload
+    ways = [
+        (placement, dtype, mode)
+        for dtype in dtypes
+        for placement in ("host", "half", "device")
+        if placement != "half" or dtype == first
+    ]
+    if varied:
+        ways += [("half", first, mode) for mode in dict.fromkeys((offload, "callback")) if mode != "threads"]
+        ways.append(("device", first, "resident"))
+    return [
+        Run(
+            placement=placement,
+            dtype=dtype,
+            host_dtype=resolve_dtypes(replace(config, dtype=dtype), spec, platform)[1],
+            host_mode=mode,
+        )
+        for placement, dtype, mode in ways
+        if placement == "host" or config.policy != "none"
+    ]
 
 
-def _platform() -> str:
-    import jax
-
-    return jax.local_devices()[0].platform
-
-
-def _way(placement: str, dtype: str, host_dtype: str, mode: str) -> tuple[Run, dict[str, Any]]:
-    changed = {
-        "dtype": dtype,
-        "host_dtype": host_dtype,
-        "host_mode": "auto" if mode == "resident" else mode,
-        "policy": "none" if placement == "host" else "static",
-        "stats": "none",
-    }
-    return Run(placement=placement, dtype=dtype, host_dtype=host_dtype, host_mode=mode), changed
-
-
-def _measure(
-    run: Run,
-    settings: Settings,
-    changed: dict[str, Any],
-    reference: Checkpoint,
-    wanted: Expected,
-    ids: list[int],
-) -> Run:
+def _run(way: Run, case: _Case, on_step: Progress) -> Run:
+    """Open, compare, close. What does not fit, or overflows the type, was not run."""
     try:
-        config = _config(run, settings, changed, reference.spec, len(ids))
-        parts = open_parts(settings.model, config, lambda stage, done, total: None, lambda plan: None)
+        with translated_errors():
+            prepared, config = _prepared(way, case, on_step)
+            parts = load_parts(case.model, prepared, config, on_step)
+            try:
+                return _compare(way, parts, case)
+            finally:
+                parts.close()
     except (FitError, NumericalError) as error:
-        return replace(run, skipped=str(error))
-    try:
-        run = replace(run, host_mode=parts.prepared.host_mode, host_dtype=parts.prepared.host_dtype)
-        limit = 0.0 if settings.against is None else settings.tolerance
-        return _compare(run, parts, reference, wanted, ids, limit)
-    finally:
-        parts.close()
+        return replace(way, skipped=str(error))
 
 
-def _compare(run: Run, parts: Parts, reference: Checkpoint, wanted: Expected, ids: list[int], limit: float) -> Run:
-    got = trace(parts, ids, min(DECODED, len(ids) - 1))
-    allowed = TOLERANCES[run.dtype]
-    by_layer = cosines(got.hidden, wanted.hidden) if got.hidden else []
-    off = [layer for layer, cosine in enumerate(by_layer) if cosine < allowed.cosine]
-    truth = wanted.logits[-len(got.logits) :]
+def _prepared(way: Run, case: _Case, on_step: Progress) -> tuple[Prepared, EngineConfig]:
+    """The plan of a run; FitError if the budget does not hold its units."""
+    config = replace(
+        case.settings.config,
+        ctx=len(case.ids),
+        dtype=way.dtype,
+        host_dtype=way.host_dtype,
+        host_mode="auto" if way.host_mode == "resident" else way.host_mode,
+        policy="none" if way.placement == "host" else "static",
+        stats="none",
+    )
+    prepared = prepare(case.settings.model, config, folder=case.model.folder, progress=on_step)
+    spec, fitting = prepared.spec, prepared.placement.resident
+    half = Placement((np.arange(0, spec.ffn, 2, dtype=np.int32),) * spec.layers, spec.ffn)
+    needed = {"host": 0, "half": half.resident, "device": spec.layers * spec.ffn}[way.placement]
+    if fitting < needed or (way.host_mode == "resident") != (prepared.host_mode == "resident"):
+        held = f"holds {fitting} of the {needed} neurons that this takes"
+        raise FitError(f"a budget of {prepared.memory.budget_bytes} bytes {held}: raise --vram-budget")
+    return (replace(prepared, placement=half) if way.placement == "half" else prepared), config
+
+
+def _compare(way: Run, parts: Parts, case: _Case) -> Run:
+    """NumericalError if float16 was too small for what right weights gave."""
+    got = trace(parts, case.ids, min(DECODED, len(case.ids)))
+    tensors = tuple(differences(parts, case.model, case.reference, case.settings.tolerance))
+    if way.dtype == "float16" and not tensors and not np.isfinite(got.logits).all():
+        raise NumericalError("a number on the way is beyond float16's 65504: use bfloat16 or float32")
+    other = None if case.settings.against is None else stored_types(case.reference)
+    stored = stored_types(case.model)
+    allowed = allowed_error(way.dtype, way.host_dtype, stored, other, case.settings.tolerance)
+    errors = hidden_errors(got.hidden, case.wanted.hidden) if got.hidden else []
+    off = [layer for layer, error in enumerate(errors) if error > allowed]
+    off += [difference.layer for difference in tensors if difference.layer is not None]
+    truth = case.wanted.logits[-len(got.logits) :]
     error = logits_error(got.logits, truth)
-    tensors = tuple(name for _, name, differs in weight_errors(parts, reference) if differs > limit)
     return replace(
-        run,
-        cosine=min(by_layer, default=None),
-        first_layer=off[0] if off else None,
+        way,
+        allowed=allowed,
+        hidden_error=max(errors, default=None),
+        cosine=min(cosines(got.hidden, case.wanted.hidden)) if got.hidden else None,
         logits_error=error,
         same_tokens=float((got.logits.argmax(axis=1) == truth.argmax(axis=1)).mean()),
+        first_layer=min(off, default=None),
         tensors=tensors,
-        passed=not off and not tensors and error <= allowed.logits,
+        passed=not off and not tensors and error <= allowed,
     )
-
-
-def _config(run: Run, settings: Settings, changed: dict[str, Any], spec: ModelSpec, tokens: int) -> EngineConfig:
-    """The settings of a run: its budget holds none, half or all of the units. FitError if that is above the user's."""
-    config = replace(settings.config, ctx=tokens, batch=1, **changed)
-    smallest = plan_for(settings.model, replace(config, policy="none", vram_budget="auto")).smallest_budget_bytes
-    units = {"host": 0, "half": spec.layers * spec.ffn // 2, "device": spec.layers * spec.ffn}[run.placement]
-    needed = smallest + math.ceil(units * unit_bytes(spec, run.dtype) / (1 - MARGIN_SHARE))
-    limit = parse_budget(settings.config.vram_budget)
-    if isinstance(limit, int) and needed > limit:
-        raise FitError(f"needs a budget of {needed} bytes, above {limit}")
-    return replace(config, vram_budget=needed)

@@ -1,23 +1,17 @@
 #include "api.h"
 
-#include <memory>
 #include <mutex>
 #include <new>
 #include <system_error>
 
 #include "ffn.h"
+#include "handle.h"
 #include "kernels.h"
+#include "matmul.h"
 #include "pool.h"
 #include "stream.h"
 
 namespace {
-
-struct Handle {
-  Pool pool;
-  const Kernels* kernels;
-
-  Handle(int threads, const Kernels* kernels) : pool(threads), kernels(kernels) {}
-};
 
 // One plus the index of the first unit outside the arena, or 0.
 int64_t first_outside(const hc_arena& arena, const int32_t* units, int64_t count) {
@@ -26,17 +20,23 @@ int64_t first_outside(const hc_arena& arena, const int32_t* units, int64_t count
   return 0;
 }
 
+// Null on error, with *status set.
+const Kernels* kernels_for(const char* isa, int32_t* status) {
+  bool known = false;
+  const Kernels* kernels = find_kernels(isa, &known);
+  *status = kernels != nullptr ? hc_ok : known ? hc_missing_isa : hc_unknown_isa;
+  return kernels;
+}
+
 }  // namespace
 
 int32_t hc_abi_version(void) { return hc_abi; }
 
 void* hc_pool_create(int32_t threads, const char* isa, int32_t* status) {
-  bool known = false;
-  const Kernels* kernels = find_kernels(isa, &known);
-  *status = kernels != nullptr ? hc_ok : known ? hc_missing_isa : hc_unknown_isa;
+  const Kernels* kernels = kernels_for(isa, status);
   if (kernels == nullptr) return nullptr;
   try {
-    return std::make_unique<Handle>(threads, kernels).release();
+    return open_handle(threads, kernels);
   } catch (const std::system_error&) {
   } catch (const std::bad_alloc&) {
   }
@@ -46,9 +46,9 @@ void* hc_pool_create(int32_t threads, const char* isa, int32_t* status) {
 
 void hc_pool_destroy(void* pool) {
   Handle* handle = static_cast<Handle*>(pool);
-  handle->pool.turn().lock();  // let a call that another thread is in come to its end
-  handle->pool.turn().unlock();
-  delete handle;
+  handle->pool->turn().lock();  // let a call that another thread is in come to its end
+  handle->pool->turn().unlock();
+  close_handle(handle);
 }
 
 const char* hc_pool_isa(void* pool) { return static_cast<Handle*>(pool)->kernels->isa; }
@@ -58,9 +58,9 @@ int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t batch,
   Handle& handle = *static_cast<Handle*>(pool);
   const int64_t outside = first_outside(*arena, units, count);
   if (outside != 0) return outside;
-  std::lock_guard<std::mutex> turn(handle.pool.turn());
+  std::lock_guard<std::mutex> turn(handle.pool->turn());
   try {
-    ffn(handle.pool, *handle.kernels,
+    ffn(*handle.pool, *handle.kernels,
         {*arena, x, batch, units, count, static_cast<Activation>(activation), threshold, skip_zeros != 0, y, live,
          totals});
   } catch (const std::bad_alloc&) {
@@ -73,13 +73,34 @@ int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units, int64
   Handle& handle = *static_cast<Handle*>(pool);
   const int64_t outside = first_outside(*arena, units, count);
   if (outside != 0) return outside;
-  std::lock_guard<std::mutex> turn(handle.pool.turn());
-  gather(handle.pool, *handle.kernels, *arena, units, count, out);
+  std::lock_guard<std::mutex> turn(handle.pool->turn());
+  gather(*handle.pool, *handle.kernels, *arena, units, count, out);
   return hc_ok;
 }
 
 uint64_t hc_read_sum(void* pool, const void* data, int64_t bytes) {
   Handle& handle = *static_cast<Handle*>(pool);
-  std::lock_guard<std::mutex> turn(handle.pool.turn());
-  return read_sum(handle.pool, *handle.kernels, data, bytes);
+  std::lock_guard<std::mutex> turn(handle.pool->turn());
+  return read_sum(*handle.pool, *handle.kernels, data, bytes);
+}
+
+int32_t hc_set_common(int32_t threads, const char* isa) {
+  int32_t status;
+  const Kernels* kernels = kernels_for(isa, &status);
+  if (kernels != nullptr) set_fallback(threads, kernels);
+  return status;
+}
+
+int64_t hc_matmul(void* pool, const float* x, int64_t tokens, const void* weights, int64_t rows, int64_t width,
+                  int32_t dtype, int32_t sum_rows, float* y) {
+  try {
+    const Handle handle = pool != nullptr ? *static_cast<Handle*>(pool) : common_handle();
+    std::lock_guard<std::mutex> turn(handle.pool->turn());
+    matmul(*handle.pool, *handle.kernels, {x, tokens, weights, rows, width, dtype, sum_rows != 0, y});
+  } catch (const std::system_error&) {
+    return hc_no_resources;
+  } catch (const std::bad_alloc&) {
+    return hc_no_memory;
+  }
+  return hc_ok;
 }

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-constexpr int32_t hc_abi = 2;
+constexpr int32_t hc_abi = 3;
 
 #define HC_API extern "C" __attribute__((visibility("default")))
 
@@ -26,7 +26,7 @@ enum { hc_ok = 0, hc_unknown_isa = 1, hc_missing_isa = 2, hc_no_resources = 3, h
 
 HC_API int32_t hc_abi_version(void);
 
-// isa: "" for the best one of this CPU, or portable, avx2, avx512. Null on error, with *status set.
+// Pools of as many threads share them. isa: "" for the best one of this CPU, or portable, avx2, avx512. Null on error, with *status set.
 HC_API void* hc_pool_create(int32_t threads, const char* isa, int32_t* status);
 HC_API void hc_pool_destroy(void* pool);
 HC_API const char* hc_pool_isa(void* pool);
@@ -43,3 +43,13 @@ HC_API int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units
 
 // The sum of the 64-bit words of a buffer, read once by all threads: what a benchmark compares with.
 HC_API uint64_t hc_read_sum(void* pool, const void* data, int64_t bytes);
+
+// Products with all rows of weights [rows, width]: y[tokens, rows] = x[tokens, width] . rows; with sum_rows
+// y[tokens, width] = x[tokens, rows] times the rows. dtype as in hc_arena. pool: null for the one that programs share,
+// which is the pool opened first among the open ones; where none is, one of as many threads as hc_set_common said last.
+// hc_ok, hc_no_memory or hc_no_resources.
+HC_API int64_t hc_matmul(void* pool, const float* x, int64_t tokens, const void* weights, int64_t rows, int64_t width,
+                         int32_t dtype, int32_t sum_rows, float* y);
+
+// hc_ok, hc_unknown_isa or hc_missing_isa. Starts no thread.
+HC_API int32_t hc_set_common(int32_t threads, const char* isa);

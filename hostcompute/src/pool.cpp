@@ -51,7 +51,8 @@ void Buffer::reserve(size_t bytes) {
 Pool::Pool(int threads)
     : threads_(threads),
       may_spin_(static_cast<unsigned>(threads) <= std::thread::hardware_concurrency()),
-      scratch_(threads) {
+      scratch_(threads),
+      next_(threads) {
   try {
     for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
   } catch (...) {
@@ -84,6 +85,8 @@ bool Pool::spin(Ready ready) const {
   return false;
 }
 
+bool Pool::is_left(uint64_t next) const { return (next & 0xffffffff) < static_cast<uint64_t>(threads_); }
+
 void Pool::run(Task task, void* context) {
   if (threads_ == 1) {
     task(context, 0);
@@ -93,33 +96,43 @@ void Pool::run(Task task, void* context) {
     std::lock_guard<std::mutex> lock(mutex_);
     task_ = task;
     context_ = context;
-    pending_.store(threads_ - 1);
-    generation_.fetch_add(1);
+    finished_.store(0);
+    next_.store(((next_.load() >> 32) + 1) << 32);
   }
   start_.notify_all();
-  task(context, 0);
-  const auto finished = [this] { return pending_.load() == 0; };
+  while (work()) {
+  }
+  const auto finished = [this] { return finished_.load() == threads_; };
   if (!spin(finished)) {
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, finished);
   }
 }
 
+// Takes a share and computes it; false if none is left. A share that was taken belongs to the run that goes on: the
+// next one does not start before all are finished, and has another number.
+bool Pool::work() {
+  uint64_t next = next_.load();
+  do {
+    if (!is_left(next)) return false;
+  } while (!next_.compare_exchange_weak(next, next + 1));
+  task_(context_, static_cast<int>(next & 0xffffffff));
+  if (finished_.fetch_add(1) == threads_ - 1) {
+    std::lock_guard<std::mutex> lock(mutex_);  // or the caller could miss this between its check and its wait
+    done_.notify_one();
+  }
+  return true;
+}
+
 void Pool::serve(int thread) {
   name_this_thread(thread);
-  uint64_t seen = 0;
   for (;;) {
-    const auto called = [&] { return generation_.load() != seen || stopping_.load(); };
+    const auto called = [this] { return is_left(next_.load()) || stopping_.load(); };
     if (!spin(called)) {
       std::unique_lock<std::mutex> lock(mutex_);
       start_.wait(lock, called);
     }
     if (stopping_.load()) return;
-    ++seen;  // `run` does not start a generation before the last one is done, so none is missed
-    task_(context_, thread);
-    if (pending_.fetch_sub(1) == 1) {
-      std::lock_guard<std::mutex> lock(mutex_);  // or the caller could miss this between its check and its wait
-      done_.notify_one();
-    }
+    work();
   }
 }

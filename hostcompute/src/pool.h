@@ -1,4 +1,4 @@
-// A small fork-join thread pool: the caller is thread 0, the others wait for it.
+// A small fork-join thread pool: the caller works too, the others wait for it.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ class Buffer {
 
 class Pool {
  public:
-  using Task = void (*)(void* context, int thread);
+  using Task = void (*)(void* context, int share);
 
   explicit Pool(int threads);  // throws std::system_error when a thread cannot be started
   ~Pool();
@@ -37,14 +37,18 @@ class Pool {
 
   int threads() const { return threads_; }
   std::mutex& turn() { return turn_; }  // held by a caller for all of its runs and its use of scratch
-  Buffer& scratch(int thread) { return scratch_[thread]; }
+  Buffer& scratch(int share) { return scratch_[share]; }
   Buffer& shared_scratch() { return shared_scratch_; }
 
-  // Calls task(context, t) once for every thread t and returns when all are done. The task must not throw.
+  // Calls task(context, s) once for every share s in [0, threads) and returns when all are done. Usually each thread
+  // takes one, but whoever is there takes what is left: nobody waits for a thread that is slow to wake up. The task
+  // must not throw.
   void run(Task task, void* context);
 
  private:
   void serve(int thread);
+  bool work();
+  bool is_left(uint64_t next) const;
   void stop();
   template <typename Ready>
   bool spin(Ready ready) const;
@@ -58,8 +62,8 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable start_;
   std::condition_variable done_;
-  std::atomic<uint64_t> generation_{0};
-  std::atomic<int> pending_{0};
+  std::atomic<uint64_t> next_;  // the run's number in the upper half, in the lower one the share to be taken next
+  std::atomic<int> finished_{0};
   std::atomic<bool> stopping_{false};
   Task task_ = nullptr;
   void* context_ = nullptr;

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from dynajax.checkpoint import Checkpoint
 from dynajax.errors import ModelError
 from dynajax.testing import TINY, TINY_TIED, make_checkpoint
+from dynajax.testing.families import write
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -132,6 +133,14 @@ def test_truncated_shard_is_named_with_both_sizes(sharded):
     os.truncate(path, size - 10)
     text = refusal(sharded)
     assert f"model-00002-of-00004.safetensors is truncated or corrupt: expected {size} bytes, found {size - 10}" in text
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "falcon-40b"])
+def test_a_shard_cut_by_one_byte(tmp_path, family):
+    path = write(tmp_path, family) / FILE
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    assert f"{FILE} is truncated or corrupt: expected {size} bytes, found {size - 1}" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 20])

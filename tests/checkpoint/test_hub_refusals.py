@@ -1,5 +1,7 @@
 """Models from a hub when all is not well: offline, refused, unreachable, a disk that is too small."""
 
+import errno
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -86,7 +88,13 @@ def test_without_a_network(on_hub, source, monkeypatch, caplog):
 def test_an_answer_that_is_no_hub(on_hub, source, monkeypatch):
     server = on_hub(source)
     monkeypatch.setattr(server, "_list", lambda request, *_: server._send(request, 200, {}, b"<html>log in</html>"))
-    assert "does not answer as a Hugging Face hub does" in refusal(StorageError)
+    assert "does not answer as a Hugging Face hub does (JSONDecodeError: " in refusal(StorageError)
+
+
+def test_a_token_that_no_header_can_hold(on_hub, source, monkeypatch):
+    on_hub(source)
+    monkeypatch.setenv("HF_TOKEN", "t\u00f6ken")
+    assert "does not answer as a Hugging Face hub does (UnicodeEncodeError: " in refusal(StorageError)
 
 
 def test_a_disk_that_is_too_small(on_hub, source, monkeypatch, tmp_path):
@@ -112,11 +120,12 @@ def test_pickles_need_their_size_twice(on_hub, source, monkeypatch, tmp_path):
     assert "needs 100000 bytes (0.1 MiB), its conversion included" in refusal(StorageError)
 
 
-def test_a_disk_that_fills_up(on_hub, source, monkeypatch):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_disk_that_fills_up(on_hub, source, monkeypatch, code):
     on_hub(source)
 
     def full(part, chunk):
-        raise OSError(28, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(download._Part, "add", full)
-    assert "No space left on device: make room and run again" in refusal(StorageError)
+    assert f"{os.strerror(code)}: make room and run again" in refusal(StorageError)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from dynajax.checkpoint import Checkpoint
 from dynajax.errors import ModelError, NumericalError
 from dynajax.testing import TINY, TINY_GQA, TINY_TIED, make_checkpoint
+from dynajax.testing.families import write
 
 FILE = "model.safetensors"
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -44,7 +45,9 @@ def test_every_part_in_every_type(tmp_path, stored, target):
 
     equal(checkpoint.embed(target), "model.embed_tokens.weight")
     equal(checkpoint.head(target), "lm_head.weight")
-    equal(checkpoint.norm(target), "model.norm.weight")
+    (norm,) = checkpoint.norm(target)
+    equal(norm, "model.norm.weight")
+    assert checkpoint.positions(target) is None
     named = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     named |= {part: f"self_attn.{part}_proj" for part in "qkvo"}
     out = bundle(TINY_GQA, target)
@@ -57,6 +60,48 @@ def test_every_part_in_every_type(tmp_path, stored, target):
         equal(out[:, 0, 0], f"model.layers.{layer}.mlp.gate_proj.weight")
         equal(out[:, 1, 0], f"model.layers.{layer}.mlp.up_proj.weight")
         equal(out[:, 2, 0].T, f"model.layers.{layer}.mlp.down_proj.weight")
+
+
+@pytest.mark.parametrize("target", TYPES)
+def test_every_part_of_a_model_with_biases_and_positions(tmp_path, target):
+    folder = write(tmp_path, "opt")
+    tensors = {name: t.astype(TYPES[target]) for name, t in load_file(folder / FILE).items()}
+    checkpoint, spec = Checkpoint.open(folder), Checkpoint.open(folder).spec
+    np.testing.assert_array_equal(checkpoint.positions(target), tensors["model.decoder.embed_positions.weight"][2:])
+    for part, end in zip(checkpoint.norm(target), ("weight", "bias"), strict=True):
+        np.testing.assert_array_equal(part, tensors[f"model.decoder.final_layer_norm.{end}"])
+    out = np.full((spec.ffn, 2, 1, spec.unit_width), np.nan, TYPES[target])
+    for layer in range(spec.layers):
+        at = f"model.decoder.layers.{layer}."
+        parts = checkpoint.attention(layer, target)
+        named = {"attention_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm", "o": "self_attn.out_proj"}
+        named |= {part: f"self_attn.{part}_proj" for part in "qkv"}
+        for part, name in named.items():
+            np.testing.assert_array_equal(parts.pop(part), tensors[f"{at}{name}.weight"])
+            np.testing.assert_array_equal(parts.pop(f"{part}_bias"), tensors[f"{at}{name}.bias"])
+        np.testing.assert_array_equal(parts.pop("down_bias"), tensors[f"{at}fc2.bias"])
+        assert not parts
+        checkpoint.fill_bundle(layer, out)
+        np.testing.assert_array_equal(out[:, 0, 0, :33], np.c_[tensors[f"{at}fc1.weight"], tensors[f"{at}fc1.bias"]])
+        np.testing.assert_array_equal(out[:, 1, 0, :32].T, tensors[f"{at}fc2.weight"])
+        assert not out[:, 0, 0, 33:].any() and not out[:, 1, 0, 32:].any()
+
+
+@pytest.mark.parametrize(("family", "kv_heads"), [("falcon-40b", 2), ("falcon-40b", 4), ("falcon-7b", 1)])
+def test_fused_projections_are_cut_up(tmp_path, family, kv_heads):
+    """Group after group: its query heads, its key head, its value head."""
+    changes = {"num_kv_heads": kv_heads} if family == "falcon-40b" else {}
+    folder = write(tmp_path, family, **changes)
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.spec.kv_heads == kv_heads
+    for layer in range(3):
+        parts = checkpoint.attention(layer, "float32")
+        fused = load_file(folder / FILE)[f"transformer.h.{layer}.self_attention.query_key_value.weight"]
+        groups = fused.reshape(kv_heads, 4 // kv_heads + 2, 8, 32)
+        np.testing.assert_array_equal(parts["q"], groups[:, :-2].reshape(32, 32))
+        np.testing.assert_array_equal(parts["k"], groups[:, -2].reshape(-1, 32))
+        np.testing.assert_array_equal(parts["v"], groups[:, -1].reshape(-1, 32))
+        assert ("ffn_norm" in parts) == (family == "falcon-40b")
 
 
 def test_a_tied_model_has_no_head(tmp_path):
@@ -135,7 +180,7 @@ def test_float16_overflow_names_the_tensor(tmp_path, stored, value):
 def test_the_largest_float16_is_no_overflow(tmp_path):
     folder = make_checkpoint(tmp_path, TINY)
     set_value(folder, "model.norm.weight", 0, 65504.0)
-    assert Checkpoint.open(folder).norm("float16")[0] == np.float16(65504)
+    assert Checkpoint.open(folder).norm("float16")[0][0] == np.float16(65504)
 
 
 # --- fault 14: files that change ----------------------------------------------------------------------

@@ -1,13 +1,14 @@
 """config.json: every spelling that is understood, and one line for everything that is not."""
 
 import json
+import math
 import tracemalloc
 from dataclasses import replace
 
 import pytest
 
 from dynajax.checkpoint import read_spec
-from dynajax.config import Activation
+from dynajax.config import Activation, Rope
 from dynajax.errors import ModelError
 from dynajax.testing import TINY, TINY_FATRELU, TINY_GQA, TINY_SILU, TINY_TIED, TINY_WIDE_HEADS, hf_config
 
@@ -44,10 +45,15 @@ def test_what_was_written_is_read(tmp_path, spec, rope_spelling):
         ),
         ({"hidden_act": "relu", "hidden_act_param": 0.0}, {}),
         ({"num_key_value_heads": None}, {}),
-        ({"rope_theta": 5e5}, {"rope_theta": 5e5}),
-        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5}),
+        ({"rope_theta": 5e5}, {"rope": Rope(theta=5e5)}),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            {"rope": Rope(theta=5e5)},
+        ),
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, {}),
-        ({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 7.0}}, {"rope_theta": 7.0}),
+        ({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 7.0}}, {"rope": Rope(theta=7.0)}),
+        ({"attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
+        ({"mlp_bias": True}, {"ffn_bias": True}),
         ({"rope_scaling": {"type": "default"}}, {}),
         ({"tie_word_embeddings": None}, {}),
         ({"eos_token_id": [2, 3]}, {"eos_ids": (2, 3)}),
@@ -64,10 +70,78 @@ def test_spellings(tmp_path, changes, expected):
     assert read_spec(write_config(tmp_path, changes)) == replace(TINY, **expected)
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, Rope(kind="linear", factor=4.0)),
+        ({"rope_type": "linear", "type": "linear", "factor": 4}, Rope(kind="linear", factor=4.0)),
+        (LLAMA3, Rope(kind="llama3", factor=8.0, original_positions=256)),
+        (
+            LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 3.0},
+            Rope(kind="llama3", factor=8.0, original_positions=256, low_freq=2.0, high_freq=3.0),
+        ),
+        (YARN, Rope(kind="yarn", factor=8.0, original_positions=64, attention_factor=0.1 * math.log(8) + 1)),
+        (
+            {"type": "yarn", "factor": 0.5},  # of which the trained context is the model's, and nothing grows
+            Rope(kind="yarn", factor=0.5, original_positions=512),
+        ),
+        (
+            YARN | {"attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2.0, "truncate": False, "finetuned": True},
+            Rope(
+                kind="yarn",
+                factor=8.0,
+                original_positions=64,
+                attention_factor=1.5,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                truncate=False,
+            ),
+        ),
+        (
+            YARN | {"mscale": 2.0, "mscale_all_dim": 0.5},
+            Rope(
+                kind="yarn",
+                factor=8.0,
+                original_positions=64,
+                attention_factor=(0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1),
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_stretched_contexts(tmp_path, name, table, expected):
+    assert read_spec(write_config(tmp_path, {name: table})) == replace(TINY, rope=expected)
+
+
+def test_the_two_tables_may_say_the_same_or_one_of_them_nothing(tmp_path):
+    linear = {"rope_type": "linear", "factor": 4.0}
+    for scaling in (linear, {"rope_type": "default"}, None):
+        changes = {"rope_theta": None, "rope_parameters": linear | {"rope_theta": 7.0}, "rope_scaling": scaling}
+        assert read_spec(write_config(tmp_path, changes)).rope == Rope(theta=7.0, kind="linear", factor=4.0)
+
+
+def test_the_original_context_beside_the_table(tmp_path):
+    table = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+    changes = {"rope_scaling": table, "original_max_position_embeddings": 128}
+    assert read_spec(write_config(tmp_path, changes)).rope.original_positions == 128
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "bamboo"}, ["model_type 'bamboo'", "llama, sparsellama"]),
+        ({"model_type": "gemma"}, ["model_type 'gemma'", "llama, sparsellama"]),
+        ({"model_type": ["llama"]}, ["model_type ['llama']"]),
+        ({"model_type": "mistral"}, ["LlamaForCausalLM", "MistralForCausalLM"]),
         ({"model_type": None}, ["model_type nothing"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "relu, fatrelu, silu, swish"]),
@@ -77,14 +151,31 @@ def test_spellings(tmp_path, changes, expected):
         ({"hidden_act": "fatrelu"}, ["hidden_act_param must be a number >= 0, got nothing"]),
         ({"hidden_act": "fatrelu", "hidden_act_param": -0.01}, ["hidden_act_param", "-0.01"]),
         ({"hidden_act": "relu", "hidden_act_param": 0.01}, ["hidden_act_param 0.01", "is it fatrelu?"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling of type 'linear'"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling of type 'dynamic'"]),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, ["rope_scaling of type 'longrope'"]),
+        ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, ["rope_scaling of type ['linear']"]),
+        ({"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2.0}}, ["rope_scaling of type 'yarn'"]),
         ({"rope_scaling": "yarn"}, ["rope_scaling must be an object or null"]),
-        ({"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters of type 'yarn'"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor must be a number > 0, got nothing"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, ["rope_scaling.factor must be a number > 0, got 0"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, ["rope_scaling.mrope_section"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ["rope_parameters.factor must be a number > 0, got nothing"]),
+        (
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}},
+            ["rope_scaling.original_max_position_embeddings must be an integer >= 1, got None"],
+        ),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, ["rope_scaling.low_freq_factor"]),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, ["high_freq_factor must be above low_freq_factor"]),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            ["rope_parameters and rope_scaling contradict each other"],
+        ),
         ({"rope_parameters": {"rope_theta": 5e5}}, ["two different rotary bases", "500000.0"]),
         ({"rope_theta": float("nan")}, ["rope_theta must be a number > 0"]),
         ({"rope_theta": "10000"}, ["rope_theta", "'10000'"]),
-        ({"attention_bias": True}, ["attention_bias True is not implemented"]),
-        ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"attention_bias": 1}, ["attention_bias must be true or false, got 1"]),
+        ({"mlp_bias": "yes"}, ["mlp_bias"]),
         ({"sliding_window": 4096}, ["sliding_window 4096"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
         ({"scale_emb": 12, "scale_depth": 1.4}, ["scale_emb 12", "scale_depth 1.4"]),
@@ -133,7 +224,7 @@ def test_sizes_that_lie(tmp_path, changes, named):
 
 
 def test_all_problems_are_reported_at_once(tmp_path):
-    changes = {"hidden_size": "32", "vocab_size": 10**12, "hidden_act": "gelu", "mlp_bias": True, "rope_theta": -1}
+    changes = {"hidden_size": "32", "vocab_size": 10**12, "hidden_act": "gelu", "use_bias": True, "rope_theta": -1}
     text = refusal(write_config(tmp_path, changes))
     for name in changes:
         assert name in text
@@ -153,7 +244,8 @@ def test_all_problems_are_reported_at_once(tmp_path):
         (b'{"vocab_size": ' + b"9" * 6000 + b"}", "not valid JSON"),
         (b'{"a": "' + b"x" * 2**20 + b'"}', "more than the 1048576 such a file may have"),
         (b'{"model_type": "a\\nb\\u001b[31m"}', "model_type"),
-        (b'{"architectures": [' + b'"evil",' * 9000 + b'"x"]}', "architectures"),
+        (b'{"architectures": [' + b'"evil",' * 9000 + b'"x"]}', "model_type nothing"),
+        (b'{"model_type": "llama", "architectures": [' + b'"evil",' * 9000 + b'"x"]}', "architectures"),
     ],
 )
 def test_files_that_are_no_config(tmp_path, raw, named):

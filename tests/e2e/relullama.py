@@ -158,14 +158,17 @@ class Machine:
         """Files of a repository of which only a part has come."""
         return sorted((self.hub_cache / f"models--{repo.replace('/', '--')}" / "blobs").glob("*.incomplete"))
 
-    def start(self, script: str, *argv: object, **env: str) -> "subprocess.Popen[str]":
-        """python scripts/SCRIPT.py ARGV in the home folder."""
-        command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), *map(str, argv)]
+    def start(self, script: str, *argv: object, before: str = "", **env: str) -> "subprocess.Popen[str]":
+        """python scripts/SCRIPT.py ARGV in the home folder; `before` is code that the same process runs first."""
+        path = str(ROOT / "scripts" / f"{script}.py")
+        code = f"import resource, runpy, signal, sys\n{before}\nsys.argv.pop(0)\n"
+        code += f"runpy.run_path({path!r}, run_name='__main__')"
+        command = [sys.executable, *(["-c", code, path] if before else [path]), *map(str, argv)]
         return subprocess.Popen(
             command, cwd=self.home, env={**self.env, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def run(self, script: str, *argv: object, **env: str) -> Ended:
-        with self.start(script, *argv, **env) as process:
+    def run(self, script: str, *argv: object, before: str = "", **env: str) -> Ended:
+        with self.start(script, *argv, before=before, **env) as process:
             out, err = process.communicate(timeout=200)
         return Ended(process.returncode, out, err)

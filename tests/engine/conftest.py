@@ -6,6 +6,7 @@ import pytest
 
 from dynajax.programs import Programs
 from dynajax.testing import make_checkpoint
+from hostcompute.ffi import cold_ffn_ffi
 from tests.engine.cases import SPECS
 
 
@@ -13,14 +14,16 @@ from tests.engine.cases import SPECS
 def shared_compilation():
     """Engines of equal shapes share executables here; counts and kinds stay each engine's own.
 
-    Programs with a host callback belong to one engine and are not shared.
+    A whole-token program is shared if the engine it was made for is an operand, or none is called: a JAX callback
+    belongs to one engine.
     """
     compile_one, done = Programs._compile, {}
 
     def compile_once(self, kind, *sizes):
-        if kind.startswith("token_"):
+        host = self._host_call if kind.startswith("token_") else None
+        if host not in (None, cold_ffn_ffi):
             return compile_one(self, kind, *sizes)
-        key = (self.shapes, kind, *sizes)
+        key = (self.shapes, host, kind, *sizes)
         if key not in done:
             done[key] = compile_one(self, kind, *sizes)
         return done[key]

@@ -138,7 +138,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch):
 
 
 def test_a_missing_instruction_set_is_refused_with_the_remedy():
-    error = library._creation_error(library.MISSING_ISA, "avx512", 1)
+    error = library.creation_error(library.MISSING_ISA, "avx512", 1)
     assert isinstance(error, RuntimeError)
     assert "HOSTCOMPUTE_ISA=avx512: this CPU lacks it; use portable or unset the variable" in str(error)
 

@@ -1,4 +1,4 @@
-"""Rotary positions and attention against float64 NumPy, one query at a time."""
+"""Attention against float64 NumPy, one query at a time."""
 
 from dataclasses import dataclass
 
@@ -7,56 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynajax.ops.attention import attention, rope
-
-THETA = 10_000.0
-
-
-def rope_reference(x, positions, theta=THETA):
-    """The pair (i, i + H/2) as a complex number, turned by position * theta^(-2i/H)."""
-    x = np.asarray(x).astype(np.float64)
-    half = x.shape[-1] // 2
-    turn = np.exp(1j * np.asarray(positions)[:, :, None, None] * theta ** (-2 * np.arange(half) / x.shape[-1]))
-    z = (x[..., :half] + 1j * x[..., half:]) * turn
-    return np.concatenate([z.real, z.imag], axis=-1)
+from dynajax.ops.attention import attention
 
 
 def heads(rng, *shape):
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize(("size", "theta"), [(2, THETA), (8, 500.0), (64, 1e6)])
-@pytest.mark.parametrize(("last", "atol"), [(100, 3e-5), (4095, 1e-3)])  # a float32 angle of 4,095 is off by 2e-4
-def test_rope(size, theta, last, atol):
-    rng = np.random.default_rng(0)
-    x = heads(rng, 2, 5, 3, size)
-    positions = jnp.asarray([[0, 1, 2, 50, last], [last, 7, 7, 3, 0]], jnp.int32)
-    run = jax.jit(rope, static_argnums=2)
-    found = run(x, positions, theta)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, rope_reference(x, positions, theta), atol=atol)
-    for wrong in (run(x, positions + 1, theta), run(x, -positions, theta), run(x[..., ::-1], positions, theta)):
-        with pytest.raises(AssertionError):
-            np.testing.assert_allclose(wrong, rope_reference(x, positions, theta), atol=atol)
-
-
-def test_rope_notices_another_base_and_another_order_of_pairs():
-    x = heads(np.random.default_rng(0), 1, 4, 2, 8)
-    positions = jnp.arange(4, dtype=jnp.int32)[None, :]
-    expected = rope_reference(x, positions)
-    interleaved = rope(x.reshape(1, 4, 2, 4, 2).swapaxes(-1, -2).reshape(x.shape), positions, THETA)
-    for wrong in (rope(x, positions, THETA / 2), interleaved):
-        with pytest.raises(AssertionError):
-            np.testing.assert_allclose(wrong, expected, atol=3e-5)
-
-
-def attention_reference(q, k, v, positions):
-    """Row by row, query by query, head by head: only the keys up to the query's position exist."""
+def attention_reference(q, k, v, positions, window=None):
+    """Row by row, query by query, head by head: only the keys up to the query's position, the last of them, exist."""
     q, k, v = (np.asarray(array).astype(np.float64) for array in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     out = np.empty(q.shape)
     for row, t, head in np.ndindex(q.shape[:3]):
-        known = slice(0, int(positions[row, t]) + 1)
+        end = int(positions[row, t]) + 1
+        known = slice(0 if window is None else max(0, end - window), end)
         scores = k[row, known, head // groups] @ q[row, t, head] / np.sqrt(q.shape[3])
         share = np.exp(scores - scores.max())
         out[row, t, head] = share / share.sum() @ v[row, known, head // groups]
@@ -97,6 +62,24 @@ def test_attention(kv_heads, dtype):
         assert found.dtype == jnp.float32 and found.shape == c.q.shape
         expected = attention_reference(c.q, c.k, c.v, c.positions)
         np.testing.assert_allclose(found, expected, atol=ATOL[dtype])
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 19])
+def test_a_window(window):
+    run = jax.jit(attention, static_argnames="window")
+    for seed in range(3):
+        c = case(seed=seed)
+        expected = attention_reference(c.q, c.k, c.v, c.positions, window)
+        np.testing.assert_allclose(run(c.q, c.k, c.v, c.positions, window), expected, atol=ATOL["float32"])
+    for other in (window + 1, window - 1 or None, None):
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(run(c.q, c.k, c.v, c.positions, other), expected, atol=ATOL["float32"])
+
+
+@pytest.mark.parametrize("window", [24, 100])
+def test_a_window_as_long_as_the_cache_cuts_nothing_off(window):
+    c = case()
+    np.testing.assert_array_equal(attention(c.q, c.k, c.v, c.positions, window), attention(c.q, c.k, c.v, c.positions))
 
 
 WRONG = {

@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 
 from dynajax.config import Activation
-from dynajax.ops.ffn import activate, as_weights, pool_ffn, pool_ffn_reference, write_slots, write_slots_reference
+from dynajax.ops.ffn import (
+    activate,
+    as_weights,
+    combine,
+    pool_ffn,
+    pool_ffn_reference,
+    write_slots,
+    write_slots_reference,
+)
 
 ACTIVATIONS = {
     "relu": Activation(),
     "fatrelu": Activation(kind="fatrelu", threshold=0.5),
     "silu": Activation(kind="silu"),
+    "drelu": Activation(kind="drelu"),
 }
 # uint16 holds the bits of bfloat16. Relative to the largest output.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.5e-2, "uint16": 1.5e-2}
@@ -28,12 +37,15 @@ def as_pool(array, pool_type):
 
 
 def case(pool_type, seed=0, slots=24, hidden=16):
-    """h [T,D] and gate, up, down [G,D]; half of the gates are positive. Slot 3 weighs more, slot 5 is empty."""
+    """h [T,D] and gate, up, down [G,D]; half of the gates are positive. Slot 3 weighs more and is live in row 0, slot 5
+    is empty."""
     rng = np.random.default_rng(seed)
     parts = rng.standard_normal((3, slots, hidden)).astype(np.float32) / np.float32(hidden**0.5)
+    h = rng.standard_normal((6, hidden)).astype(np.float32)
     parts[:, 3] *= 2
+    parts[:2, 3] *= np.sign(parts[:2, 3] @ h[0])[:, None]
     parts[:, 5] = 0
-    return jnp.asarray(rng.standard_normal((6, hidden)), jnp.float32), tuple(as_pool(part, pool_type) for part in parts)
+    return jnp.asarray(h), tuple(as_pool(part, pool_type) for part in parts)
 
 
 def assert_ffn(found, expected, pool_type):
@@ -55,16 +67,21 @@ def test_pool_ffn(kind, pool_type):
         border = activation.threshold if kind == "fatrelu" else 0.0
         sure = np.abs(gate - border) > 0.02
         expected_live = gate != 0 if kind == "silu" else gate > border
+        if kind == "drelu":
+            up = np.asarray(h, np.float64) @ np.asarray(as_weights(parts[1])).astype(np.float64).T
+            sure, expected_live = sure & (np.abs(up) > 0.02), expected_live & (up > 0)
         assert live.dtype == jnp.bool_ and live.shape == gate.shape
         np.testing.assert_array_equal(np.asarray(live)[sure], expected_live[sure])
         assert not live[:, 5].any()  # a slot of zeros is never live
 
 
 def float64_ffn(h, parts, activation):
-    h, gate, up, down = (np.asarray(array).astype(np.float64) for array in (h, *map(as_weights, parts)))
-    gate = h @ gate.T
-    keep = {"relu": gate > 0, "fatrelu": gate >= activation.threshold, "silu": 1 / (1 + np.exp(-gate))}
-    return (gate * keep[activation.kind] * (h @ up.T)) @ down
+    h, *ups, down = (np.asarray(array).astype(np.float64) for array in (h, *map(as_weights, parts)))
+    first, *up = (h @ part.T for part in ups)
+    keep = {"relu": first > 0, "fatrelu": first >= activation.threshold, "silu": 1 / (1 + np.exp(-first))}
+    if activation.kind == "drelu":
+        return (np.maximum(first, 0) * np.maximum(up[0], 0)) @ down
+    return (first * keep[activation.kind] * (up[0] if up else 1)) @ down
 
 
 @pytest.mark.parametrize("pool_type", TOLERANCE)
@@ -73,6 +90,54 @@ def test_the_reference_is_right(kind, pool_type):
     h, parts = case(pool_type)
     expected = float64_ffn(h, parts, ACTIVATIONS[kind])
     assert_ffn(pool_ffn_reference(h, parts, ACTIVATIONS[kind]), expected, "float32")
+
+
+@pytest.mark.parametrize("pool_type", TOLERANCE)
+@pytest.mark.parametrize("kind", ["relu", "fatrelu", "silu"])
+def test_without_a_gate(kind, pool_type):
+    """The activation is on up, and what it lets through is what is added up."""
+    activation = ACTIVATIONS[kind]
+    h, (_, *parts) = case(pool_type)
+    y, live = jax.jit(partial(pool_ffn, activation=activation))(h, tuple(parts))
+    expected = pool_ffn_reference(h, tuple(parts), activation)
+    assert_ffn(expected, float64_ffn(h, parts, activation), "float32")
+    assert_ffn(y, expected, pool_type)
+    assert live.shape == (6, 24) and live.any() and not live[:, 5].any()
+    for wrong in ((parts[1], parts[0]), tuple(part.at[3].set(0) for part in parts)):
+        with pytest.raises(AssertionError):
+            assert_ffn(pool_ffn(h, wrong, activation)[0], expected, pool_type)
+
+
+def test_the_column_behind_a_row_is_its_bias():
+    """Units of a model with FFN biases are wider: h has a one there, up the neuron's bias, down a zero."""
+    rng = np.random.default_rng(0)
+    h, up, down = rng.standard_normal((6, 16)), rng.standard_normal((24, 16)), rng.standard_normal((24, 16))
+    bias = rng.standard_normal(24)
+    wide = [np.zeros((rows, 48), np.float32) for rows in (6, 24, 24)]
+    for array, narrow, column in zip(wide, (h, up, down), (1, bias, 0), strict=True):
+        array[:, :16], array[:, 16] = narrow, column
+    y, live = pool_ffn(jnp.asarray(wide[0]), tuple(map(jnp.asarray, wide[1:])), Activation())
+    products = h @ up.T + bias
+    assert_ffn(y[:, :16], np.maximum(products, 0) @ down, "float32")
+    assert not y[:, 16:].any()
+    np.testing.assert_array_equal(live, products > 0)
+
+
+def test_combine():
+    first, up = jnp.asarray([[-1.0, 2.0, 2.0, 0.25, 2.0]]), jnp.asarray([[3.0, -3.0, 3.0, 3.0, 0.0]])
+    expected = {
+        "relu": ([0, -6, 6, 0.75, 0], [0, 1, 1, 1, 1]),
+        "fatrelu": ([0, -6, 6, 0, 0], [0, 1, 1, 0, 1]),
+        "drelu": ([0, 0, 6, 0.75, 0], [0, 0, 1, 1, 0]),
+    }
+    for kind, (values, live) in expected.items():
+        found = combine(first, up, ACTIVATIONS[kind])
+        assert (found[0].tolist(), found[1].tolist()) == ([values], [[bool(flag) for flag in live]])
+    values, live = combine(first, None, Activation())
+    assert (values.tolist(), live.tolist()) == ([[0, 2, 2, 0.25, 2]], [[False, True, True, True, True]])
+    values, live = combine(first, up, ACTIVATIONS["silu"])
+    np.testing.assert_allclose(values, first / (1 + np.exp(-first)) * up, rtol=1e-6)
+    assert live.all()
 
 
 WRONG = {
@@ -89,6 +154,8 @@ WRONG = {
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("fault", WRONG)
 def test_the_tolerance_notices(fault, kind, pool_type):
+    if (fault, kind) == ("gate and up swapped", "drelu"):
+        return  # the two are treated alike
     h, parts = case(pool_type)
     y, _ = WRONG[fault](h, parts, ACTIVATIONS[kind])
     with pytest.raises(AssertionError):

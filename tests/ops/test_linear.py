@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynajax.ops.linear import contract, rms_norm
+from dynajax.ops.linear import contract, layer_norm, rms_norm
 
 RTOL = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}  # of the largest sum of absolute products
 
@@ -98,3 +98,40 @@ def test_rms_norm_of_almost_nothing():
         rms_norm(x, jnp.ones(8, jnp.float32), 1e-5), norm_reference(x, np.ones(8), 1e-5), rtol=2e-6
     )
     assert not rms_norm(jnp.zeros((2, 8), jnp.float32), jnp.ones(8, jnp.float32), 1e-5).any()
+
+
+def layer_norm_reference(x, weight, bias, eps):
+    x, weight, bias = as_float64(x), as_float64(weight), as_float64(bias)
+    return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + eps) * weight + bias
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16)])
+def test_layer_norm(dtype, shape):
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(2 + 3 * rng.standard_normal(shape), jnp.float32)
+    weight = jnp.asarray(1 + 0.3 * rng.standard_normal(16), dtype)
+    bias = jnp.asarray(0.3 * rng.standard_normal(16), dtype)
+    found, expected = layer_norm(x, weight, bias, 1e-5), layer_norm_reference(x, weight, bias, 1e-5)
+    assert found.dtype == jnp.float32 and found.shape == shape
+    np.testing.assert_allclose(found, expected, rtol=4e-6, atol=2e-6)
+    for wrong in (
+        layer_norm(x, weight, bias, 1e-3),
+        layer_norm(x, weight[::-1], bias, 1e-5),
+        layer_norm(x, weight, -bias, 1e-5),
+        rms_norm(x, weight, 1e-5) + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,)),
+    ):
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(wrong, expected, rtol=4e-6, atol=2e-6)
+
+
+def test_layer_norm_of_a_constant_is_the_bias():
+    x, bias = jnp.full((2, 8), 5.0, jnp.float32), jnp.arange(8, dtype=jnp.float32)
+    np.testing.assert_array_equal(layer_norm(x, jnp.ones(8, jnp.float32), bias, 1e-5), np.tile(np.arange(8.0), (2, 1)))
+
+
+def test_a_large_mean_costs_no_precision():
+    """The mean of the squares less the square of the mean would lose all digits here."""
+    x = jnp.asarray(4096 + np.random.default_rng(0).standard_normal((2, 64)), jnp.float32)
+    ones, zeros = jnp.ones(64, jnp.float32), jnp.zeros(64, jnp.float32)
+    np.testing.assert_allclose(layer_norm(x, ones, zeros, 1e-5), layer_norm_reference(x, ones, zeros, 1e-5), atol=5e-4)

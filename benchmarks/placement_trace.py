@@ -1,0 +1,133 @@
+"""Live sets and lead-1 scores of a model over text: what `placement.py` replays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+
+from dynajax.checkpoint import Checkpoint
+from dynajax.models.decoder import Decoder, add_ffn, embed
+from dynajax.testing import load_decoder
+
+TOKENS = 256  # a document
+BATCH = 8
+GROUP = 32  # inputs that share a scale in the 1-bit gate
+BINS = 64  # of the calibration
+
+F32 = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """What the replay needs: the test documents, and statistics from other text."""
+
+    live: Bools  # [docs, T, L, F]
+    score: npt.NDArray[np.uint8]  # [docs, T, L, F] calibrated probabilities x 255, predicted a layer ahead; 0 in layer 0
+    frequency: F32  # [L, F] share of the other text's tokens
+    mass: F32  # [L, F] mean |act| x |down row| where live, mean 1 a layer
+
+
+def documents(ids: dict[str, npt.NDArray[np.integer]], count: int) -> tuple[npt.NDArray, npt.NDArray]:
+    """(test [count, T], other [n, T]): windows of all sources, every second one for the test, spread evenly."""
+    windows = [rows[i : i + TOKENS] for rows in ids.values() for i in range(0, len(rows) - TOKENS + 1, TOKENS)]
+    odd, even = windows[1::2], windows[::2]
+    chosen = np.linspace(0, len(odd) - 1, min(count, len(odd))).astype(int)
+    return np.stack([odd[i] for i in chosen]).astype(np.int32), np.stack(even).astype(np.int32)
+
+
+def record(folder: Path, ids: dict[str, npt.NDArray[np.integer]], count: int) -> Trace:
+    """Run the model over both halves; residual, calibration and frequencies come from the other half."""
+    model = load_decoder(Checkpoint.open(folder))
+    test, other = documents(ids, count)
+    run = _runner(model)
+    stream, norm = _stacked(run, other)
+    live = np.stack([part > 0 for part in norm], axis=2)
+    residual = [np.zeros(stream[0].shape[-1], np.float32)]
+    residual += [(b - a).mean(axis=(0, 1)) for a, b in zip(stream, stream[1:], strict=False)]
+    predict = _one_bit(model, residual)
+    curves = [_calibrate(predict(i, stream[i - 1]), live[:, :, i]) for i in range(1, len(stream))]
+    mass = _masses(model, run, other)
+    frequency = live.mean(axis=(0, 1)).astype(np.float32)
+    del stream, norm, live
+    stream, gates = _stacked(run, test)
+    score = np.zeros((*gates[0].shape[:2], len(gates), gates[0].shape[2]), np.uint8)
+    for i, (z_edges, p) in enumerate(curves, start=1):
+        score[:, :, i] = np.rint(np.interp(predict(i, stream[i - 1]), z_edges, p) * 255)
+    return Trace(np.stack([gate > 0 for gate in gates], axis=2), score, frequency, mass)
+
+
+def _runner(model: Decoder):
+    """A jitted tokens [B, T] -> (streams [B, T, D] after attention, gates [B, T, F], |act| [B, T, F]), a list over layers each."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, tokens):
+        whole = nnx.merge(graphdef, state)
+        spec = whole.spec
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
+        x = embed(spec, whole.embed[...], None if whole.positions is None else whole.positions[...], tokens, positions)
+        streams, gates, acts = [], [], []
+        for attend, ffn in zip(whole.attention, whole.ffn, strict=True):
+            x, h = attend(x, positions)
+            streams.append(x)
+            y, gate = ffn(h)
+            up = jnp.einsum("BTD,FD->BTF", h, ffn.up[...])
+            acts.append(jnp.abs(jax.nn.relu(gate) * up))
+            gates.append(gate)
+            x = add_ffn(spec, x, y)
+        return streams, gates, acts
+
+    return lambda tokens: run(state, tokens)
+
+
+def _stacked(run, ids: npt.NDArray) -> tuple[list[F32], list[F32]]:
+    parts = [jax.device_get(run(ids[i : i + BATCH])[:2]) for i in range(0, len(ids), BATCH)]
+    streams, gates = zip(*parts, strict=True)
+    return (
+        [np.concatenate(layer) for layer in zip(*streams, strict=True)],
+        [np.concatenate(layer) for layer in zip(*gates, strict=True)],
+    )
+
+
+def _masses(model: Decoder, run, ids: npt.NDArray) -> F32:
+    """E |act| x |down row| of a neuron over the tokens where it is live, scaled to mean 1 in each layer."""
+    total, count = 0.0, 0.0
+    for i in range(0, len(ids), BATCH):
+        acts = [np.asarray(act) for act in run(ids[i : i + BATCH])[2]]
+        total = total + np.stack([act.sum(axis=(0, 1)) for act in acts])
+        count = count + np.stack([(act > 0).sum(axis=(0, 1)) for act in acts])
+    rows = np.stack([np.linalg.norm(np.asarray(ffn.down[...], np.float32), axis=1) for ffn in model.ffn])
+    mass = total / np.maximum(count, 1) * rows
+    return (mass / mass.mean(axis=1, keepdims=True)).astype(np.float32)
+
+
+def _one_bit(model: Decoder, residual: list[F32]):
+    """(layer, stream before it [..., D]) -> logits [..., F]: the gate as signs times group means, on h + residual."""
+    spec = model.spec
+
+    def predict(layer: int, before: F32) -> F32:
+        gate = np.asarray(model.ffn[layer].gate[...], np.float32)
+        groups = gate.reshape(len(gate), -1, GROUP)
+        signs = np.where(groups < 0, -1, 1) * np.abs(groups).mean(axis=2, keepdims=True)
+        x = before + residual[layer]
+        x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + spec.norm_eps)
+        x = x * np.asarray(model.attention[layer].ffn_norm[...], np.float32)
+        return (x @ signs.reshape(gate.shape).T).astype(np.float32)
+
+    return predict
+
+
+def _calibrate(z: F32, live: Bools) -> tuple[npt.NDArray, npt.NDArray]:
+    """Logits and the probabilities they mean: equal shares of the sample, made monotone."""
+    order = np.argsort(z, axis=None)
+    shares = np.array_split(order, BINS)
+    z, hits = z.ravel(), live.ravel()
+    p = np.array([hits[share].mean() for share in shares])
+    return np.array([z[share].mean() for share in shares]), np.maximum.accumulate(p)

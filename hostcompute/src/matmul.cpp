@@ -1,0 +1,217 @@
+// Products with a whole matrix: its rows lie one behind the other, and all are wanted. Cut into pieces whose sizes
+// depend on the call alone; the threads take one piece after the other, so that one that wakes up late holds up nobody.
+//
+// One or two tokens are bound by memory: rows are read one at a time while the next one comes in. For more, a piece
+// is widened to float32 once and used for all tokens while it is in a cache.
+#include "matmul.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace {
+
+constexpr int few_tokens = 2;
+constexpr int64_t alone = 1 << 16;         // products; fewer are computed before another thread has woken up
+constexpr int64_t piece_bytes = 64 * 1024;  // of rows whose products are independent
+constexpr int64_t most_sums = 32;          // partial sums of rows
+constexpr int64_t least_sum_bytes = 64 * 1024;
+constexpr int64_t wide_floats = 32 * 1024;  // widened weights: what stays in a second-level cache
+constexpr int64_t stripe = 256;            // columns of a sum that a thread works on
+constexpr int64_t least_stripe = 64;
+constexpr int64_t stripe_rows = 64;
+constexpr int64_t line_floats = 16;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+class Matmul {
+ public:
+  Matmul(Pool& pool, const Kernels& kernels, const MatmulCall& call)
+      : pool_(pool),
+        call_(call),
+        tiles_(kernels.tiles[call.dtype]),
+        wide_tiles_(kernels.tiles[0]),
+        element_(call.dtype == 0 ? 4 : 2),
+        row_bytes_(call.width * element_),
+        few_(call.tokens <= few_tokens),
+        size_(piece_size()),
+        pieces_(ceil_div(few_ || !call.sum_rows ? call.rows : call.width, size_)) {}
+
+  void run() {
+    if (few_ && call_.sum_rows) {
+      pool_.shared_scratch().reserve(pieces_ * sum_floats() * sizeof(float));
+    } else if (!few_) {
+      for (int thread = 0; thread < pool_.threads(); ++thread)
+        pool_.scratch(thread).reserve(wide_size() * sizeof(float));
+    }
+    const auto task = [](void* context, int thread) { static_cast<Matmul*>(context)->work(thread); };
+    if (pieces_ == 1 || call_.rows * call_.width * call_.tokens <= alone) {
+      task(this, 0);
+    } else {
+      pool_.run(task, this);
+    }
+    if (few_ && call_.sum_rows) add_sums();
+  }
+
+ private:
+  int64_t piece_size() const {
+    if (!call_.sum_rows) {
+      const int64_t fit = few_ ? piece_bytes / row_bytes_ : wide_floats / call_.width;
+      return std::max<int64_t>(tile, fit / tile * tile);
+    }
+    if (!few_) {
+      const int64_t stripes = round_up(ceil_div(call_.width, stripe), 8);
+      return std::max(least_stripe, round_up(ceil_div(call_.width, stripes), 2 * line_floats));
+    }
+    const int64_t sums = std::clamp<int64_t>(call_.rows * row_bytes_ / least_sum_bytes, 1, most_sums);
+    return ceil_div(call_.rows, sums);
+  }
+
+  int64_t wide_size() const { return call_.sum_rows ? stripe_rows * size_ : size_ * call_.width; }
+  int64_t sum_floats() const { return round_up(call_.tokens * call_.width, line_floats); }
+  float* sum(int64_t piece) const { return static_cast<float*>(pool_.shared_scratch().data()) + piece * sum_floats(); }
+  const char* row(int64_t r) const { return static_cast<const char*>(call_.weights) + r * row_bytes_; }
+
+  void work(int thread) {
+    float* wide = static_cast<float*>(pool_.scratch(thread).data());
+    int64_t upcoming = taken_.fetch_add(1);
+    while (upcoming < pieces_) {
+      const int64_t piece = upcoming;
+      upcoming = taken_.fetch_add(1);  // ahead, so that its first row can be fetched
+      const int64_t total = few_ || !call_.sum_rows ? call_.rows : call_.width;
+      const int64_t begin = piece * size_;
+      const int64_t end = std::min(total, begin + size_);
+      const char* then = upcoming < pieces_ ? row(upcoming * size_) : nullptr;
+      if (!few_) {
+        call_.sum_rows ? many_sums(begin, end, wide) : many_dots(begin, end, wide);
+      } else {
+        call_.sum_rows ? few_sums(begin, end, then, sum(piece)) : few_dots(begin, end, then);
+      }
+    }
+  }
+
+  void few_dots(int64_t begin, int64_t end, const char* then) const {
+    const float* x[few_tokens];
+    for (int64_t t = 0; t < call_.tokens; ++t) x[t] = call_.x + t * call_.width;
+    const DotTile dot = tiles_.dot[0][call_.tokens - 1];
+    for (int64_t r = begin; r < end; ++r) {
+      const void* now = row(r);
+      const void* next = r + 1 < end ? row(r + 1) : then;
+      float out[few_tokens];
+      dot(&now, x, call_.width, next == nullptr ? nullptr : &next, out);
+      for (int64_t t = 0; t < call_.tokens; ++t) call_.y[t * call_.rows + r] = out[t];
+    }
+  }
+
+  // The first row from r on that a token needs.
+  int64_t needed(int64_t r, int64_t end) const {
+    for (; r < end; ++r)
+      for (int64_t t = 0; t < call_.tokens; ++t)
+        if (call_.x[t * call_.rows + r] != 0) return r;
+    return end;
+  }
+
+  void few_sums(int64_t begin, int64_t end, const char* then, float* y) const {
+    std::memset(y, 0, sum_floats() * sizeof(float));
+    float* ys[few_tokens];
+    for (int64_t t = 0; t < call_.tokens; ++t) ys[t] = y + t * call_.width;
+    const AxpyTile axpy = tiles_.axpy[0][call_.tokens - 1];
+    for (int64_t r = needed(begin, end); r < end;) {
+      const int64_t following = needed(r + 1, end);
+      const void* now = row(r);
+      const void* next = following < end ? row(following) : then;
+      float h[few_tokens];
+      for (int64_t t = 0; t < call_.tokens; ++t) h[t] = call_.x[t * call_.rows + r];
+      axpy(&now, h, call_.width, next == nullptr ? nullptr : &next, ys);
+      r = following;
+    }
+  }
+
+  // y = the pieces' sums, in their order.
+  void add_sums() const {
+    const int64_t floats = call_.tokens * call_.width;
+    std::memcpy(call_.y, sum(0), floats * sizeof(float));
+    for (int64_t piece = 1; piece < pieces_; ++piece) {
+      const float* from = sum(piece);
+      for (int64_t i = 0; i < floats; ++i) call_.y[i] += from[i];
+    }
+  }
+
+  // Part of a row as float32: added to nothing.
+  void widen(int64_t r, int64_t column, int64_t count, float* to) const {
+    const void* from = row(r) + column * element_;
+    const float one = 1;
+    std::memset(to, 0, count * sizeof(float));
+    tiles_.axpy[0][0](&from, &one, count, nullptr, &to);
+  }
+
+  void many_dots(int64_t begin, int64_t end, float* wide) const {
+    for (int64_t r = begin; r < end; ++r) widen(r, 0, call_.width, wide + (r - begin) * call_.width);
+    for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) {
+      const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.tokens - t0));
+      const float* x[tile];
+      for (int t = 0; t < tokens; ++t) x[t] = call_.x + (t0 + t) * call_.width;
+      for (int64_t r = begin; r < end;) {
+        const int n = end - r >= tile ? tile : 1;
+        const void* rows[tile];
+        for (int i = 0; i < n; ++i) rows[i] = wide + (r - begin + i) * call_.width;
+        float out[tile * tile];
+        wide_tiles_.dot[n != 1][tokens - 1](rows, x, call_.width, nullptr, out);
+        for (int t = 0; t < tokens; ++t)
+          for (int i = 0; i < n; ++i) call_.y[(t0 + t) * call_.rows + r + i] = out[i * tokens + t];
+        r += n;
+      }
+    }
+  }
+
+  void many_sums(int64_t begin, int64_t end, float* wide) const {
+    const int64_t columns = end - begin;
+    for (int64_t t = 0; t < call_.tokens; ++t)
+      std::memset(call_.y + t * call_.width + begin, 0, columns * sizeof(float));
+    for (int64_t first = 0; first < call_.rows; first += stripe_rows) {
+      const int64_t last = std::min(call_.rows, first + stripe_rows);
+      for (int64_t r = first; r < last; ++r) widen(r, begin, columns, wide + (r - first) * columns);
+      for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) add_rows(first, last, t0, begin, columns, wide);
+    }
+  }
+
+  // Up to `tile` tokens of a stripe of y, plus the rows from `first` on, whose columns lie in `wide`.
+  void add_rows(int64_t first, int64_t last, int64_t t0, int64_t begin, int64_t columns, const float* wide) const {
+    const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.tokens - t0));
+    float* y[tile];
+    for (int t = 0; t < tokens; ++t) y[t] = call_.y + (t0 + t) * call_.width + begin;
+    for (int64_t r = first; r < last;) {
+      const int n = last - r >= tile ? tile : 1;
+      const void* rows[tile];
+      float h[tile * tile];
+      for (int i = 0; i < n; ++i) {
+        rows[i] = wide + (r - first + i) * columns;
+        for (int t = 0; t < tokens; ++t) h[i * tokens + t] = call_.x[(t0 + t) * call_.rows + r + i];
+      }
+      wide_tiles_.axpy[n != 1][tokens - 1](rows, h, columns, nullptr, y);
+      r += n;
+    }
+  }
+
+  Pool& pool_;
+  const MatmulCall& call_;
+  const Tiles& tiles_;
+  const Tiles& wide_tiles_;
+  const int64_t element_;
+  const int64_t row_bytes_;
+  const bool few_;
+  const int64_t size_;  // rows of a piece; columns, where many tokens sum rows
+  const int64_t pieces_;
+  std::atomic<int64_t> taken_{0};
+};
+
+}  // namespace
+
+void matmul(Pool& pool, const Kernels& kernels, const MatmulCall& call) {
+  if (call.rows > 0 && call.width > 0) {
+    if (call.tokens > 0) Matmul(pool, kernels, call).run();
+    return;
+  }
+  std::fill_n(call.y, call.tokens * (call.sum_rows ? call.width : call.rows), 0.0f);
+}
