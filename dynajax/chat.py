@@ -21,7 +21,7 @@ from dynajax.checkpoint.gguf_header import is_gguf, read_header
 from dynajax.checkpoint.json_file import read_json
 from dynajax.checkpoint.paths import stray_link
 from dynajax.checkpoint.wording import located, plain, quoted
-from dynajax.errors import ModelError, StorageError
+from dynajax.errors import ModelError, StorageError, UsageError
 from dynajax.text import CONFIG_BYTES, CONFIG_NAME, Tokenizer, load_tokenizer
 
 TEMPLATE_NAME, OLD_TEMPLATE_NAME = "chat_template.jinja", "chat_template.json"
@@ -132,6 +132,14 @@ def load_chat(path: Path, tokenizer: Tokenizer | None = None) -> Chat | None:
         return None
     tokens = _gguf_tokens(path, tokenizer) if is_gguf(path) else _folder_tokens(path)
     return Chat(template, *tokens)
+
+
+def chat_ids(path: Path, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Ids of a conversation in the model's template, which writes the special tokens itself. UsageError without one."""
+    chat = load_chat(path, tokenizer)
+    if chat is None:
+        raise UsageError(f"{path} has no chat template: leave --chat out")
+    return tokenizer.encode(chat.render(messages), special=False)
 
 
 def _read_template(path: Path) -> str:

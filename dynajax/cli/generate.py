@@ -135,7 +135,9 @@ def read_prompt(
             raise UsageError(f"{model} has no tokenizer: give --prompt-ids instead of --prompt")
         given = prompts.prompt_text(prompt.prompt or "")
         if prompt.chat:
-            given = ids = prompts.chat_ids(folder, tokenizer, given)
+            from dynajax.chat import chat_ids
+
+            given = ids = chat_ids(folder, tokenizer, [{"role": "user", "content": given}])
         else:
             ids = tokenizer.encode(given)
     limit = ctx or spec.max_positions

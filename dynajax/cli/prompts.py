@@ -5,17 +5,12 @@ from __future__ import annotations
 import io
 import re
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from dynajax.config import ModelSpec
 from dynajax.errors import StorageError, UsageError
-
-if TYPE_CHECKING:
-    from dynajax.text import Tokenizer
 
 FILE_BYTES = 2**26
 TOPICS = 16
@@ -33,16 +28,6 @@ def prompt_text(text: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"the prompt must be UTF-8, byte {error.start} is not") from error
-
-
-def chat_ids(model: Path, tokenizer: Tokenizer, message: str) -> list[int]:
-    """Ids of one user message in the model's chat template, which writes the special tokens itself."""
-    from dynajax.chat import load_chat
-
-    chat = load_chat(model, tokenizer)
-    if chat is None:
-        raise UsageError(f"{model} has no chat template: leave --chat out")
-    return tokenizer.encode(chat.render([{"role": "user", "content": message}]), special=False)
 
 
 def prompt_ids(source: str, spec: ModelSpec, seed: int) -> npt.NDArray[np.int32]:

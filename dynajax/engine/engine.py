@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
 from dynajax.budget import MemoryPlan
+from dynajax.chat import chat_ids
 from dynajax.config import EngineConfig
 from dynajax.engine.continuation import Continuation
 from dynajax.engine.failures import translated_errors
@@ -103,6 +104,13 @@ class Engine:
         with self._turn:
             for _, event in self._run(self._open_parts(), [row]):
                 yield event
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation ({"role": ..., "content": ...} each) as a prompt, by the model's chat template."""
+        parts = self._open_parts()
+        if parts.tokenizer is None:
+            raise UsageError(f"{parts.prepared.model} has no tokenizer: give token ids")
+        return chat_ids(parts.prepared.folder, parts.tokenizer, messages)
 
     def stop(self) -> None:
         """End the running generation after its current token; safe from signal handlers and other threads."""

@@ -25,6 +25,7 @@ from dynajax.verify.comparing import (
     cosines,
     expected,
     hidden_errors,
+    jumps,
     logits_error,
     stored_types,
 )
@@ -65,8 +66,8 @@ class Run:
     host_mode: str
     skipped: str | None = None  # why it was not run
     allowed: float | None = None  # the largest hidden or logits error of a run that passes
-    hidden_error: float | None = None  # of the FFN's inputs, the largest of all layers and positions
-    cosine: float | None = None  # of the same, the smallest
+    hidden_error: float | None = None  # of the FFN's inputs, the largest of all layers; position: see `jumps`
+    cosine: float | None = None  # of the same, the smallest of all layers and positions
     logits_error: float | None = None
     same_tokens: float | None = None  # share of positions with the same most likely token
     first_layer: int | None = None  # the first that is off, by its FFN's input or by a weight
@@ -232,16 +233,17 @@ def _compare(way: Run, parts: Parts, case: _Case) -> Run:
     other = None if case.settings.against is None else stored_types(case.reference)
     stored = stored_types(case.model)
     allowed = allowed_error(way.dtype, way.host_dtype, stored, other, case.settings.tolerance)
-    errors = hidden_errors(got.hidden, case.wanted.hidden) if got.hidden else []
+    middle, hidden = jumps(case.model.spec, allowed), case.wanted.hidden
+    errors = hidden_errors(got.hidden, hidden, middle=middle) if got.hidden else []
     off = [layer for layer, error in enumerate(errors) if error > allowed]
     off += [difference.layer for difference in tensors if difference.layer is not None]
     truth = case.wanted.logits[-len(got.logits) :]
-    error = logits_error(got.logits, truth)
+    error = logits_error(got.logits, truth, middle=middle)
     return replace(
         way,
         allowed=allowed,
         hidden_error=max(errors, default=None),
-        cosine=min(cosines(got.hidden, case.wanted.hidden)) if got.hidden else None,
+        cosine=min(cosines(got.hidden, hidden)) if got.hidden else None,
         logits_error=error,
         same_tokens=float((got.logits.argmax(axis=1) == truth.argmax(axis=1)).mean()),
         first_layer=min(off, default=None),

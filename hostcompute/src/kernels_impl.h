@@ -145,7 +145,11 @@ void dot_tile(const void* const* rows, const float* const* x, int64_t d, const v
 template <typename Weight, int R, int T>
 void axpy_tile(const void* const* rows, const float* h, int64_t d, const void* const* next, float* const* y) {
   const Weight* w[R];
-  for (int r = 0; r < R; ++r) w[r] = static_cast<const Weight*>(rows[r]);
+  typename Simd::reg factors[R][T];  // the compiler would load them anew after each store to y, which might be h
+  for (int r = 0; r < R; ++r) {
+    w[r] = static_cast<const Weight*>(rows[r]);
+    for (int t = 0; t < T; ++t) factors[r][t] = Simd::broadcast(h[r * T + t]);
+  }
   const auto step = [&](int64_t at) __attribute__((always_inline)) {
     typename Simd::reg weights[R];
 #pragma GCC unroll 4
@@ -154,7 +158,7 @@ void axpy_tile(const void* const* rows, const float* h, int64_t d, const void* c
     for (int t = 0; t < T; ++t) {
       typename Simd::reg ys = Simd::load(y[t] + at);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) ys = Simd::fma(Simd::broadcast(h[r * T + t]), weights[r], ys);
+      for (int r = 0; r < R; ++r) ys = Simd::fma(factors[r][t], weights[r], ys);
       Simd::store(y[t] + at, ys);
     }
   };

@@ -16,10 +16,11 @@ constexpr int64_t alone = 1 << 16;         // products; fewer are computed befor
 constexpr int64_t piece_bytes = 64 * 1024;  // of rows whose products are independent
 constexpr int64_t most_sums = 32;          // partial sums of rows
 constexpr int64_t least_sum_bytes = 64 * 1024;
-constexpr int64_t wide_floats = 32 * 1024;  // widened weights: what stays in a second-level cache
-constexpr int64_t stripe = 256;            // columns of a sum that a thread works on
-constexpr int64_t least_stripe = 64;
-constexpr int64_t stripe_rows = 64;
+constexpr int64_t dot_rows = 32;           // a piece, for many tokens
+constexpr int64_t dot_columns = 1024;
+constexpr int64_t sum_columns = 256;       // a piece, for many tokens
+constexpr int64_t least_sum_columns = 64;
+constexpr int64_t sum_rows = 16;
 constexpr int64_t line_floats = 16;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -57,18 +58,17 @@ class Matmul {
  private:
   int64_t piece_size() const {
     if (!call_.sum_rows) {
-      const int64_t fit = few_ ? piece_bytes / row_bytes_ : wide_floats / call_.width;
-      return std::max<int64_t>(tile, fit / tile * tile);
+      return few_ ? std::max<int64_t>(1, piece_bytes / row_bytes_) : dot_rows;
     }
     if (!few_) {
-      const int64_t stripes = round_up(ceil_div(call_.width, stripe), 8);
-      return std::max(least_stripe, round_up(ceil_div(call_.width, stripes), 2 * line_floats));
+      const int64_t stripes = round_up(ceil_div(call_.width, sum_columns), 8);
+      return std::max(least_sum_columns, round_up(ceil_div(call_.width, stripes), 2 * line_floats));
     }
     const int64_t sums = std::clamp<int64_t>(call_.rows * row_bytes_ / least_sum_bytes, 1, most_sums);
     return ceil_div(call_.rows, sums);
   }
 
-  int64_t wide_size() const { return call_.sum_rows ? stripe_rows * size_ : size_ * call_.width; }
+  int64_t wide_size() const { return call_.sum_rows ? sum_rows * size_ : size_ * (dot_columns + line_floats); }
   int64_t sum_floats() const { return round_up(call_.tokens * call_.width, line_floats); }
   float* sum(int64_t piece) const { return static_cast<float*>(pool_.shared_scratch().data()) + piece * sum_floats(); }
   const char* row(int64_t r) const { return static_cast<const char*>(call_.weights) + r * row_bytes_; }
@@ -147,21 +147,32 @@ class Matmul {
   }
 
   void many_dots(int64_t begin, int64_t end, float* wide) const {
-    for (int64_t r = begin; r < end; ++r) widen(r, 0, call_.width, wide + (r - begin) * call_.width);
-    for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) {
-      const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.tokens - t0));
-      const float* x[tile];
-      for (int t = 0; t < tokens; ++t) x[t] = call_.x + (t0 + t) * call_.width;
-      for (int64_t r = begin; r < end;) {
-        const int n = end - r >= tile ? tile : 1;
-        const void* rows[tile];
-        for (int i = 0; i < n; ++i) rows[i] = wide + (r - begin + i) * call_.width;
-        float out[tile * tile];
-        wide_tiles_.dot[n != 1][tokens - 1](rows, x, call_.width, nullptr, out);
-        for (int t = 0; t < tokens; ++t)
-          for (int i = 0; i < n; ++i) call_.y[(t0 + t) * call_.rows + r + i] = out[i * tokens + t];
-        r += n;
+    const int64_t parts = ceil_div(call_.width, dot_columns);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t column = call_.width * part / parts / line_floats * line_floats;
+      const int64_t stop = part + 1 == parts ? call_.width : call_.width * (part + 1) / parts / line_floats * line_floats;
+      const int64_t columns = stop - column;
+      for (int64_t r = begin; r < end; ++r) widen(r, column, columns, wide + (r - begin) * columns);
+      for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) add_dots(begin, end, t0, column, columns, wide);
+    }
+  }
+
+  // The products of up to `tile` tokens with some columns of the rows from `begin` on, which lie in `wide`, into y.
+  void add_dots(int64_t begin, int64_t end, int64_t t0, int64_t column, int64_t columns, const float* wide) const {
+    const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.tokens - t0));
+    const float* x[tile];
+    for (int t = 0; t < tokens; ++t) x[t] = call_.x + (t0 + t) * call_.width + column;
+    for (int64_t r = begin; r < end;) {
+      const int n = end - r >= tile ? tile : 1;
+      const void* rows[tile];
+      for (int i = 0; i < n; ++i) rows[i] = wide + (r - begin + i) * columns;
+      float out[tile * tile];
+      wide_tiles_.dot[n != 1][tokens - 1](rows, x, columns, nullptr, out);
+      for (int t = 0; t < tokens; ++t) {
+        float* y = call_.y + (t0 + t) * call_.rows + r;
+        for (int i = 0; i < n; ++i) y[i] = (column == 0 ? 0 : y[i]) + out[i * tokens + t];
       }
+      r += n;
     }
   }
 
@@ -169,8 +180,8 @@ class Matmul {
     const int64_t columns = end - begin;
     for (int64_t t = 0; t < call_.tokens; ++t)
       std::memset(call_.y + t * call_.width + begin, 0, columns * sizeof(float));
-    for (int64_t first = 0; first < call_.rows; first += stripe_rows) {
-      const int64_t last = std::min(call_.rows, first + stripe_rows);
+    for (int64_t first = 0; first < call_.rows; first += sum_rows) {
+      const int64_t last = std::min(call_.rows, first + sum_rows);
       for (int64_t r = first; r < last; ++r) widen(r, begin, columns, wide + (r - first) * columns);
       for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) add_rows(first, last, t0, begin, columns, wide);
     }

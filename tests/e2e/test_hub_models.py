@@ -51,7 +51,7 @@ def wait_for(condition, process):
 @contextlib.contextmanager
 def downloading(machine, hub, name):
     """A `generate` that has some shards, a part of another, and lacks the rest."""
-    hub.trouble.bytes_per_s = 2_000_000
+    hub.trouble.bytes_per_s = 800_000
     with machine.start("generate", "--model", name, *GENERATE, "--json") as process:
         large = f"of-{SHARDS:05}."
         wait_for(lambda: sum(large in seen.path for seen in hub.files) > 2 and hub.files[-1].sent > 100_000, process)
@@ -106,7 +106,7 @@ def test_every_way_of_asking_gives_the_same_tokens(machine, hub, local, name):
 @pytest.mark.slow
 @both
 def test_float32_files_are_kept_in_the_hosts_type(machine, name, local):
-    """While they are read: nothing holds the float32 values of more than a layer."""
+    """Which is converted to while they are read; half the bytes, and half of them read."""
     by_type = {}
     for dtype in ("float32", "float16"):
         argv = ("--model", name, *GENERATE, "--policy", "none", "--host-dtype", dtype, "--json")
@@ -128,8 +128,8 @@ def test_a_killed_download_goes_on(machine, hub, repositories, local, name):
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert len(machine.partial()) == 1
-    with pytest.raises(AssertionError, match="is not complete in"):
-        assert machine.run("generate", "--model", name, *GENERATE, "--offline").json
+    offline = machine.run("generate", "--model", name, *GENERATE, "--offline")
+    assert offline.code == 3 and "is not complete in" in offline.refusal
     hub.forget()
     folder = repositories.pickles if name == ALIAS else repositories.safetensors
     again = machine.run("generate", "--model", name, *GENERATE, "--json")
@@ -151,7 +151,7 @@ def test_a_signal_ends_a_download_at_once(machine, hub, local, signum, code):
     assert time.monotonic() - sent < 5
     hub.forget()
     assert machine.run("generate", "--model", SAFE, *GENERATE, "--json").json["token_ids"] == local["token_ids"]
-    assert hub.sent() < 2_500_000
+    assert hub.sent() < 2_400_000
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_killed_conversion_starts_over(machine, hub, local):
 # --- ahead of time ------------------------------------------------------------------------------------
 
 
-def test_fetch_model_with_predictors(machine, hub, repositories, local):
+def test_fetch_model_with_predictors(machine, hub, repositories):
     rules = json.loads((ROOT / "docs" / "schemas" / "fetch-model.json").read_text())
     fetch = ("fetch_model", ALIAS, "--predictors", "--json")
     first = machine.run(*fetch).json
@@ -198,8 +198,6 @@ def test_fetch_model_with_predictors(machine, hub, repositories, local):
     assert (hub.listings, hub.sent()) == (2, 0)
     shown = machine.run("fetch_model", ALIAS, "--predictors", HF_HUB_OFFLINE="1")
     assert shown.out.splitlines() == [first["folder"], str(folder)]
-    result = machine.run("generate", "--model", ALIAS, *GENERATE, "--offline", "--json").json
-    assert (result["token_ids"], result["model_path"]) == (local["token_ids"], first["folder"])
 
 
 @pytest.mark.slow
