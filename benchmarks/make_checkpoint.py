@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dynajax.config import ModelSpec
+from dynajax.config import ModelSpec, Rope
 
 F32 = npt.NDArray[np.float32]
 
@@ -47,6 +47,7 @@ SHAPES = {
     "7b": _shape(32, 4096, 11008, 32, 32, 32000),
     "13b": _shape(40, 5120, 13824, 40, 40, 32000),
 }
+THETA = Rope().theta
 TOPICS = 16
 FIRST_TOPIC_ID = 512
 ROWS, TOKENS = 8, 96  # of the calibration
@@ -76,12 +77,6 @@ def normed(x: F32, eps: float = 1e-5) -> F32:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-def rope_theta(spec: ModelSpec) -> float:
-    """The rotary base; every model made here rotates."""
-    assert spec.rope is not None
-    return spec.rope.theta
-
-
 def rotate(x: F32, theta: float) -> F32:
     """Rotary positions 0.. in the rotate-half form. x [B,T,N,H]."""
     length, size = x.shape[1], x.shape[-1]
@@ -95,7 +90,7 @@ def attend(x: F32, weights: dict[str, F32], spec: ModelSpec) -> F32:
     rows, length, hidden = x.shape
     flat, size, shared = normed(x).reshape(-1, hidden), spec.head_dim, spec.heads // spec.kv_heads
     q, k, v = ((flat @ weights[name].T).reshape(rows, length, -1, size) for name in ("q", "k", "v"))
-    q, k = rotate(q, rope_theta(spec)), rotate(k, rope_theta(spec))
+    q, k = rotate(q, THETA), rotate(k, THETA)
     future = np.triu(np.full((length, length), -1e30, np.float32), 1)
     mixed = np.empty((rows, length, spec.heads, size), np.float32)
     for row, head in np.ndindex(rows, spec.heads):
@@ -348,7 +343,7 @@ def _config(spec: ModelSpec, recipe: Recipe) -> dict[str, object]:
         "max_position_embeddings": spec.max_positions,
     }
     kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "relu", "dtype": spec.dtype}
-    numbers = {"rms_norm_eps": spec.norm_eps, "rope_theta": rope_theta(spec), "bos_token_id": 1, "eos_token_id": 2}
+    numbers = {"rms_norm_eps": spec.norm_eps, "rope_theta": THETA, "bos_token_id": 1, "eos_token_id": 2}
     return {**kind, **sizes, **numbers, "tie_word_embeddings": False, "synthetic": asdict(recipe)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -18,7 +19,8 @@ from dynajax.testing import load_decoder
 TOKENS = 256  # a document
 BATCH = 8
 GROUP = 32  # inputs that share a scale in the 1-bit gate
-BINS = 64  # of the calibration
+PULL = 5.0  # tokens that a neuron's own calibration curve has to outweigh
+NEWTON_STEPS = 10
 
 F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -29,7 +31,9 @@ class Trace:
     """What the replay needs: the test documents, and statistics from other text."""
 
     live: Bools  # [docs, T, L, F]
-    score: npt.NDArray[np.uint8]  # [docs, T, L, F] calibrated probabilities x 255, predicted a layer ahead; 0 in layer 0
+    score: npt.NDArray[
+        np.uint8
+    ]  # [docs, T, L, F] calibrated probabilities x 255, predicted a layer ahead; 0 in layer 0
     frequency: F32  # [L, F] share of the other text's tokens
     mass: F32  # [L, F] mean |act| x |down row| where live, mean 1 a layer
 
@@ -50,7 +54,7 @@ def record(folder: Path, ids: dict[str, npt.NDArray[np.integer]], count: int) ->
     stream, norm = _stacked(run, other)
     live = np.stack([part > 0 for part in norm], axis=2)
     residual = [np.zeros(stream[0].shape[-1], np.float32)]
-    residual += [(b - a).mean(axis=(0, 1)) for a, b in zip(stream, stream[1:], strict=False)]
+    residual += [(b - a).mean(axis=(0, 1)) for a, b in pairwise(stream)]
     predict = _one_bit(model, residual)
     curves = [_calibrate(predict(i, stream[i - 1]), live[:, :, i]) for i in range(1, len(stream))]
     mass = _masses(model, run, other)
@@ -58,13 +62,13 @@ def record(folder: Path, ids: dict[str, npt.NDArray[np.integer]], count: int) ->
     del stream, norm, live
     stream, gates = _stacked(run, test)
     score = np.zeros((*gates[0].shape[:2], len(gates), gates[0].shape[2]), np.uint8)
-    for i, (z_edges, p) in enumerate(curves, start=1):
-        score[:, :, i] = np.rint(np.interp(predict(i, stream[i - 1]), z_edges, p) * 255)
+    for i, (slope, shift) in enumerate(curves, start=1):
+        score[:, :, i] = np.rint(255 / (1 + np.exp(-(slope * predict(i, stream[i - 1]) + shift))))
     return Trace(np.stack([gate > 0 for gate in gates], axis=2), score, frequency, mass)
 
 
 def _runner(model: Decoder):
-    """A jitted tokens [B, T] -> (streams [B, T, D] after attention, gates [B, T, F], |act| [B, T, F]), a list over layers each."""
+    """Jitted: tokens [B, T] -> streams [B, T, D] after attention, gates and |act| [B, T, F]; a list over layers each."""
     graphdef, state = nnx.split(model)
 
     @jax.jit
@@ -103,9 +107,15 @@ def _masses(model: Decoder, run, ids: npt.NDArray) -> F32:
         acts = [np.asarray(act) for act in run(ids[i : i + BATCH])[2]]
         total = total + np.stack([act.sum(axis=(0, 1)) for act in acts])
         count = count + np.stack([(act > 0).sum(axis=(0, 1)) for act in acts])
-    rows = np.stack([np.linalg.norm(np.asarray(ffn.down[...], np.float32), axis=1) for ffn in model.ffn])
+    rows = np.stack([np.linalg.norm(_array(ffn.down), axis=1) for ffn in model.ffn])
     mass = total / np.maximum(count, 1) * rows
     return (mass / mass.mean(axis=1, keepdims=True)).astype(np.float32)
+
+
+def _array(weight: nnx.Param | None) -> F32:
+    if weight is None:
+        raise ValueError("only gated models with a norm before each FFN can be recorded")
+    return np.asarray(weight[...], np.float32)
 
 
 def _one_bit(model: Decoder, residual: list[F32]):
@@ -113,21 +123,40 @@ def _one_bit(model: Decoder, residual: list[F32]):
     spec = model.spec
 
     def predict(layer: int, before: F32) -> F32:
-        gate = np.asarray(model.ffn[layer].gate[...], np.float32)
+        gate = _array(model.ffn[layer].gate)
         groups = gate.reshape(len(gate), -1, GROUP)
         signs = np.where(groups < 0, -1, 1) * np.abs(groups).mean(axis=2, keepdims=True)
         x = before + residual[layer]
         x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + spec.norm_eps)
-        x = x * np.asarray(model.attention[layer].ffn_norm[...], np.float32)
+        x = x * _array(model.attention[layer].ffn_norm)
         return (x @ signs.reshape(gate.shape).T).astype(np.float32)
 
     return predict
 
 
-def _calibrate(z: F32, live: Bools) -> tuple[npt.NDArray, npt.NDArray]:
-    """Logits and the probabilities they mean: equal shares of the sample, made monotone."""
-    order = np.argsort(z, axis=None)
-    shares = np.array_split(order, BINS)
-    z, hits = z.ravel(), live.ravel()
-    p = np.array([hits[share].mean() for share in shares])
-    return np.array([z[share].mean() for share in shares]), np.maximum.accumulate(p)
+def _calibrate(z: F32, live: Bools) -> tuple[F32, F32]:
+    """(a, b), each [F], such that sigmoid(a z + b) is how often a neuron with logit z is live (Platt scaling).
+
+    One curve for the layer first, from a share of the sample; then one for each neuron, drawn towards it.
+    """
+    z, live = z.reshape(-1, z.shape[-1]), live.reshape(-1, live.shape[-1])
+    some = slice(0, None, 16)
+    start = np.array([1 / z.std()]), np.array([-1.0])
+    shared = _logistic(z[some].reshape(-1, 1), live[some].reshape(-1, 1), start, 0.0)
+    return _logistic(z, live, shared, PULL)
+
+
+def _logistic(z: F32, live: Bools, start: tuple[npt.NDArray, npt.NDArray], pull: float) -> tuple[F32, F32]:
+    """Newton's method for every column of z [n, columns] at once; `pull` observations' worth of staying at `start`."""
+    columns, scale = z.shape[1], np.float32(start[0][0])
+    slope, shift = np.ones(columns), np.full(columns, float(start[1][0]))
+    z = z * scale  # so that a slope of 1 is where it starts
+    for _ in range(NEWTON_STEPS):
+        p = 1 / (1 + np.exp(-(slope.astype(np.float32) * z + shift.astype(np.float32))))
+        weight, missing = p * (1 - p), live - p
+        grad = (missing * z).sum(0) - pull * (slope - 1), missing.sum(0) - pull * (shift - float(start[1][0]))
+        aa, ab, bb = (weight * z * z).sum(0) + pull, (weight * z).sum(0), weight.sum(0) + pull
+        det = aa * bb - ab * ab
+        slope = slope + np.clip((bb * grad[0] - ab * grad[1]) / det, -0.5, 0.5)
+        shift = shift + np.clip((aa * grad[1] - ab * grad[0]) / det, -1, 1)
+    return (slope * scale).astype(np.float32), shift.astype(np.float32)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -16,6 +17,9 @@ Sparsity = Literal["auto", "dense", "exact"]
 HostMode = Literal["auto", "threads", "callback", "ffi"]
 PolicyName = Literal["auto", "static", "none"]
 DTypeName = Literal["float32", "float16", "bfloat16"]
+NeuronPolicy = Literal["dynamic", "macro+micro", "macro", "micro", "static", "lru", "none"]
+SwapRule = Literal["gain", "paper"]
+Ranking = Literal["score", "flag"]
 
 BIAS_COLUMNS = 32  # a whole cache line of any type, so that rows stay aligned
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -204,6 +208,81 @@ class EngineConfig:
         for name, value in (("ctx", self.ctx), ("batch", self.batch), ("threads", self.threads)):
             if value is not None:
                 check_number(f"--{name}", value, 1, 2**31, whole=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """Every constant of a neuron policy; `--set NAME=VALUE` sets one. Paper symbols where the paper has them.
+
+    Where the paper gives no value, the default is what `benchmarks/placement.py` found best on tiny-relullama.
+    """
+
+    lam: float = 1.0  # importance v = a + lam * f
+    decay: float = 0.97  # of f per token, which so remembers 1 / (1 - decay) tokens
+    lead: int = 1  # layers between a prediction and its use; the time a transfer hides behind
+    skip_lead: int = 0  # the same for the scores that decide which neurons are skipped
+    window_s: float | None = None  # transfer time of a layer; None: the compute time of `lead` layers
+    window_units: int | None = None  # at most so many swaps a layer
+    keep_share: float = 0.25  # of the slots, which hold the residents of highest f and are not given up
+    theta: float = 0.5  # probability from which a neuron counts as live
+    density: float | None = None  # instead of theta: the share of neurons that counts as live
+    err_scale: float = 1.0  # activation mass that thresholds may skip, in units of what theta skips
+    ranking: Ranking = "score"  # a: the probability itself, or whether it reaches theta
+    swap_rule: SwapRule = "gain"  # gain: a swap must save more time than it costs; paper: it must raise the total v
+    safety: float = 0.8  # percentile of recent transfer costs that planning goes by
+    sparse_prefill: bool = False  # skip neurons in the prompt too
+    record_scores: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("lam", self.lam, 0, 1e6)
+        check_number("decay", self.decay, 0, 0.9999)
+        check_number("lead", self.lead, 0, 1000, whole=True)
+        check_number("skip_lead", self.skip_lead, 0, self.lead, whole=True)
+        if self.window_s is not None:
+            check_number("window_s", self.window_s, 0, 1000)
+        if self.window_units is not None:
+            check_number("window_units", self.window_units, 0, 2**31, whole=True)
+        if self.density is not None:
+            check_number("density", self.density, 0, 1)
+        for name in ("keep_share", "theta", "safety"):
+            check_number(name, getattr(self, name), 0, 1)
+        check_number("err_scale", self.err_scale, 0, 1000)
+        for name, allowed in (("ranking", get_args(Ranking)), ("swap_rule", get_args(SwapRule))):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name in ("sparse_prefill", "record_scores"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, got {getattr(self, name)!r}")
+
+
+def policy_from_settings(settings: Iterable[str]) -> PolicyConfig:
+    """The PolicyConfig of `--set NAME=VALUE` arguments; of two for one name the last one holds.
+
+    Example: ["lam=2", "window_units=none", "sparse_prefill=true"].
+    """
+    defaults = {field.name: field.default for field in fields(PolicyConfig)}
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise UsageError(f"--set takes NAME=VALUE, got {setting!r}")
+        if name not in defaults:
+            raise UsageError(f"--set knows no {name!r}, only {', '.join(defaults)}")
+        values[name] = _typed(text, isinstance(defaults[name], str))
+    return PolicyConfig(**values)
+
+
+def _typed(text: str, is_word: bool) -> Any:
+    """A setting's value as the number, truth value, None or word that its text spells."""
+    words = {"true": True, "false": False, "none": None}
+    if is_word or text.lower() in words:
+        return text if is_word else words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 _SUFFIXES = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -36,3 +36,25 @@ class Placement:
         for layer, bucket in enumerate(self.buckets):
             assert (np.diff(bucket) > 0).all(), f"layer {layer}: a unit sits in two slots, or ids do not ascend"
             assert len(bucket) == 0 or (bucket.min() >= 0 and bucket.max() < self.units), f"layer {layer}: id range"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPlan:
+    """What one layer does for one token: swaps to carry out, and from which score a unit is computed.
+
+    `units[j]` is to come into `slots[j]`, whose unit then is on the host again. A unit is computed if its score
+    reaches theta_g on the device, theta_c on the host. Both hold once the swaps are carried out; if a swap is late
+    or fails, the layer goes by `theta` on both sides, which skips the same wherever a unit lives.
+    """
+
+    units: npt.NDArray[np.int32]  # [n]
+    slots: npt.NDArray[np.int32]  # [n]
+    theta: np.uint8
+    theta_g: np.uint8
+    theta_c: np.uint8
+    n_gpu: int  # units that reach their threshold, the swaps carried out
+    n_cpu: int
+
+    def __post_init__(self) -> None:
+        assert self.units.shape == self.slots.shape
+        self.units.flags.writeable = self.slots.flags.writeable = False

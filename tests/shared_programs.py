@@ -6,20 +6,23 @@ from contextlib import contextmanager
 import pytest
 
 from dynajax.programs import Programs
+from hostcompute.ffi import cold_ffn_ffi
 
 
 @contextmanager
 def shared_programs() -> Generator[None]:
     """Compile each program once while open; counts and kinds stay each engine's own.
 
-    Programs with a host callback belong to one engine and are not shared: they hold it.
+    A whole-token program is shared if the engine it was made for is an operand, or none is called: a JAX callback
+    belongs to one engine, and holds it.
     """
     compile_one, done = Programs._compile, {}
 
     def compile_once(self, kind, *sizes):
-        if hasattr(self._host_call, "__self__"):
+        host = self._host_call if kind.startswith("token_") else None
+        if host not in (None, cold_ffn_ffi):
             return compile_one(self, kind, *sizes)
-        key = (self.shapes, self._host_call, kind, *sizes)
+        key = (self.shapes, host, kind, *sizes)
         if key not in done:
             done[key] = compile_one(self, kind, *sizes)
         return done[key]

@@ -70,7 +70,9 @@ TABLE = {
     ),
     "scheduler": row("plan config policy pool transfer programs", "jax numpy"),
     "engine": row(ENGINE, JAX_STACK),
-    "testing": row(ENGINE, f"{JAX_STACK} safetensors tokenizers"),
+    "reference": row("", "numpy"),
+    "verify": row("checkpoint config engine model_folder plan reference text", "jax numpy"),
+    "testing": row(f"{ENGINE} reference", f"{JAX_STACK} safetensors tokenizers"),
     "training": row("config models ops checkpoint", f"{JAX_STACK} optax orbax safetensors tokenizers"),
     "cli": row(
         "dynajax engine sampling sim plan trace predictors config budget checkpoint convert model_folder profile "
@@ -79,6 +81,7 @@ TABLE = {
     ),
     "cli.fetch": row("fetch config", "typer"),
     "cli.training": row("training config", "typer"),
+    "cli.verify": row("verify", "typer"),
     "hostcompute": row("", "numpy"),
     "hostcompute.callback": row("hostcompute", "jax numpy"),
     "hostcompute.ffi": row("hostcompute", "jax numpy"),

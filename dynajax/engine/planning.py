@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,7 @@ def _try(config: EngineConfig, mode: str, shapes: Shapes, device: jax.Device, pr
     fixed = fixed_bytes(shapes, 0)
     if mode == "resident" and limit is not None and sum(fixed.values()) + everything > limit:
         return None
-    host = make_host(mode, spec.layers)
-    programs = Programs(shapes, None if host is None else host.call)
-    temporaries = largest_temporary(programs, mode, progress) + unseen_bytes(shapes, mode)
+    host, programs, temporaries = compiled_for(mode, shapes, progress)
     fixed = fixed_bytes(shapes, temporaries)
     needed = sum(fixed.values())
     total = needed + everything if limit is None else limit
@@ -165,9 +163,26 @@ def _try(config: EngineConfig, mode: str, shapes: Shapes, device: jax.Device, pr
     )
 
 
+def compiled_for(mode: str, shapes: Shapes, progress: Progress) -> tuple[Host | None, Programs, int]:
+    """The host of a mode, its programs, and the bytes of temporaries that none of them exceeds."""
+    host = make_host(mode, shapes.spec.layers)
+    programs = Programs(shapes, None if host is None else host.call)
+    return host, programs, largest_temporary(programs, mode, progress) + unseen_bytes(shapes, mode)
+
+
 def plan_for(model: str, config: EngineConfig) -> MemoryPlan:
-    """The memory plan an engine would have; reads config.json and statistics, never weights."""
-    return prepare(model, config).memory
+    """The memory plan an engine would have; reads config.json and statistics, never weights.
+
+    Its smallest budget is that of the mode an engine with such a budget would have: where this one is resident, other
+    programs are compiled to know it.
+    """
+    prepared = prepare(model, config)
+    if prepared.host_mode != "resident":
+        return prepared.memory
+    platform, shapes = jax.local_devices()[0].platform, prepared.programs.shapes
+    *_, temporaries = compiled_for(offload_mode("auto", platform), shapes, lambda stage, done, total: None)
+    needed = sum(fixed_bytes(shapes, temporaries).values())
+    return replace(prepared.memory, smallest_budget_bytes=budget.smallest_budget(needed, gpu=platform != "cpu"))
 
 
 def generation(folder: Path, spec: ModelSpec) -> dict[str, Any]:

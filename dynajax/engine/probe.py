@@ -89,7 +89,8 @@ def held_weights(parts: Parts) -> Iterator[Held]:
                     yield Held(f"{part}_bias", layer, rows[:, spec.hidden], rounded, where, units=units)
     for part, norm in zip(("norm", "norm_bias"), weights.norm, strict=False):
         yield Held(part, None, _values(norm), dtype, "device")
-    yield Held("embed" if spec.tied else "head", None, _values(weights.table), dtype, "device")
+    if not spec.tied or weights.table is not weights.tables[0]:
+        yield Held("embed" if spec.tied else "head", None, _values(weights.table), dtype, "device")
     if spec.tied:
         tables, rounded, where = [_values(table) for table in weights.tables], dtype, "device"
     else:

@@ -27,7 +27,6 @@ from dynajax.verify.comparing import (
     hidden_errors,
     jumps,
     logits_error,
-    stored_types,
 )
 from dynajax.verify.files import broken_checksums
 from dynajax.verify.weights import Difference, differences
@@ -72,7 +71,7 @@ class Run:
     same_tokens: float | None = None  # share of positions with the same most likely token
     first_layer: int | None = None  # the first that is off, by its FFN's input or by a weight
     tensors: tuple[Difference, ...] = ()  # weights that are off, first layer first
-    passed: bool = True
+    passed: bool | None = None  # None: it was not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +138,7 @@ def verify(settings: Settings, progress: Progress, on_run: Callable[[Run], None]
 
 
 def _check_same_shape(one: Checkpoint, other: Checkpoint) -> None:
-    """Two copies may be meant for another type, other special tokens and, unless positions are learned, other lengths."""
+    """Copies may differ in the type they are meant for, in special tokens and, unless positions are learned, in length."""
     ignored = {"dtype": "float32", "bos_id": None, "eos_ids": ()}
     if one.spec.rope is not None:
         ignored["max_positions"] = 1
@@ -230,9 +229,7 @@ def _compare(way: Run, parts: Parts, case: _Case) -> Run:
     tensors = tuple(differences(parts, case.model, case.reference, case.settings.tolerance))
     if way.dtype == "float16" and not tensors and not np.isfinite(got.logits).all():
         raise NumericalError("a number on the way is beyond float16's 65504: use bfloat16 or float32")
-    other = None if case.settings.against is None else stored_types(case.reference)
-    stored = stored_types(case.model)
-    allowed = allowed_error(way.dtype, way.host_dtype, stored, other, case.settings.tolerance)
+    allowed = allowed_error(way.dtype, way.host_dtype, case.model, case.reference, case.settings.tolerance)
     middle, hidden = jumps(case.model.spec, allowed), case.wanted.hidden
     errors = hidden_errors(got.hidden, hidden, middle=middle) if got.hidden else []
     off = [layer for layer, error in enumerate(errors) if error > allowed]

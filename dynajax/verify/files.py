@@ -21,7 +21,7 @@ OnStep = Callable[[int, int], None]  # done, total; may raise
 
 
 class FromFile(Mapping[str, npt.NDArray[np.float32]]):
-    """Tensors under their published names, whatever the file calls them; read when they are asked for, kept by nobody."""
+    """Tensors by published name, whatever the file calls them; read when they are asked for, kept by nobody."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._stored: dict[str, Stored] = {

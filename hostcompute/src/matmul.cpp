@@ -44,7 +44,7 @@ class Matmul {
       pool_.shared_scratch().reserve(pieces_ * sum_floats() * sizeof(float));
     } else if (!few_) {
       for (int thread = 0; thread < pool_.threads(); ++thread)
-        pool_.scratch(thread).reserve(wide_size() * sizeof(float));
+        pool_.scratch(thread).reserve(scratch_floats() * sizeof(float));
     }
     const auto task = [](void* context, int thread) { static_cast<Matmul*>(context)->work(thread); };
     if (pieces_ == 1 || call_.rows * call_.width * call_.tokens <= alone) {
@@ -68,7 +68,10 @@ class Matmul {
     return ceil_div(call_.rows, sums);
   }
 
-  int64_t wide_size() const { return call_.sum_rows ? sum_rows * size_ : size_ * (dot_columns + line_floats); }
+  // Floats that a thread needs for many tokens: widened weights, and the sums of a piece.
+  int64_t scratch_floats() const {
+    return call_.sum_rows ? (sum_rows + call_.tokens) * size_ : size_ * (dot_columns + line_floats);
+  }
   int64_t sum_floats() const { return round_up(call_.tokens * call_.width, line_floats); }
   float* sum(int64_t piece) const { return static_cast<float*>(pool_.shared_scratch().data()) + piece * sum_floats(); }
   const char* row(int64_t r) const { return static_cast<const char*>(call_.weights) + r * row_bytes_; }
@@ -86,7 +89,7 @@ class Matmul {
       if (!few_) {
         call_.sum_rows ? many_sums(begin, end, wide) : many_dots(begin, end, wide);
       } else {
-        call_.sum_rows ? few_sums(begin, end, then, sum(piece)) : few_dots(begin, end, then);
+        call_.sum_rows ? few_sums(begin, end, sum(piece)) : few_dots(begin, end, then);
       }
     }
   }
@@ -104,27 +107,44 @@ class Matmul {
     }
   }
 
-  // The first row from r on that a token needs.
-  int64_t needed(int64_t r, int64_t end) const {
-    for (; r < end; ++r)
-      for (int64_t t = 0; t < call_.tokens; ++t)
-        if (call_.x[t * call_.rows + r] != 0) return r;
-    return end;
+  bool needed(int64_t r) const {
+    for (int64_t t = 0; t < call_.tokens; ++t)
+      if (call_.x[t * call_.rows + r] != 0) return true;
+    return false;
   }
 
-  void few_sums(int64_t begin, int64_t end, const char* then, float* y) const {
+  // Up to `tile` rows that some token needs, from *r on, which moves behind them. Returns how many.
+  int find_needed(int64_t* r, int64_t end, const void** rows, float* h) const {
+    int n = 0;
+    for (; *r < end && n < tile; ++*r) {
+      if (!needed(*r)) continue;
+      rows[n] = row(*r);
+      for (int64_t t = 0; t < call_.tokens; ++t) h[n * call_.tokens + t] = call_.x[t * call_.rows + *r];
+      ++n;
+    }
+    return n;
+  }
+
+  void few_sums(int64_t begin, int64_t end, float* y) const {
     std::memset(y, 0, sum_floats() * sizeof(float));
     float* ys[few_tokens];
     for (int64_t t = 0; t < call_.tokens; ++t) ys[t] = y + t * call_.width;
-    const AxpyTile axpy = tiles_.axpy[0][call_.tokens - 1];
-    for (int64_t r = needed(begin, end); r < end;) {
-      const int64_t following = needed(r + 1, end);
-      const void* now = row(r);
-      const void* next = following < end ? row(following) : then;
-      float h[few_tokens];
-      for (int64_t t = 0; t < call_.tokens; ++t) h[t] = call_.x[t * call_.rows + r];
-      axpy(&now, h, call_.width, next == nullptr ? nullptr : &next, ys);
-      r = following;
+    const void* rows[2][tile];
+    float h[2][tile * few_tokens];
+    int64_t r = begin;
+    int now = 0;
+    int n = find_needed(&r, end, rows[now], h[now]);
+    while (n > 0) {
+      const int next = 1 - now;
+      const int following = find_needed(&r, end, rows[next], h[next]);
+      if (n == tile) {
+        tiles_.axpy[1][call_.tokens - 1](rows[now], h[now], call_.width, following == tile ? rows[next] : nullptr, ys);
+      } else {
+        for (int i = 0; i < n; ++i)
+          tiles_.axpy[0][call_.tokens - 1](rows[now] + i, h[now] + i * call_.tokens, call_.width, nullptr, ys);
+      }
+      now = next;
+      n = following;
     }
   }
 
@@ -178,20 +198,22 @@ class Matmul {
 
   void many_sums(int64_t begin, int64_t end, float* wide) const {
     const int64_t columns = end - begin;
-    for (int64_t t = 0; t < call_.tokens; ++t)
-      std::memset(call_.y + t * call_.width + begin, 0, columns * sizeof(float));
+    float* sums = wide + sum_rows * columns;  // rows of y itself may all lie in the same few sets of a cache
+    std::memset(sums, 0, call_.tokens * columns * sizeof(float));
     for (int64_t first = 0; first < call_.rows; first += sum_rows) {
       const int64_t last = std::min(call_.rows, first + sum_rows);
       for (int64_t r = first; r < last; ++r) widen(r, begin, columns, wide + (r - first) * columns);
-      for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) add_rows(first, last, t0, begin, columns, wide);
+      for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) add_rows(first, last, t0, columns, wide, sums);
     }
+    for (int64_t t = 0; t < call_.tokens; ++t)
+      std::memcpy(call_.y + t * call_.width + begin, sums + t * columns, columns * sizeof(float));
   }
 
-  // Up to `tile` tokens of a stripe of y, plus the rows from `first` on, whose columns lie in `wide`.
-  void add_rows(int64_t first, int64_t last, int64_t t0, int64_t begin, int64_t columns, const float* wide) const {
+  // The rows from `first` on, whose columns lie in `wide`, into the sums of up to `tile` tokens.
+  void add_rows(int64_t first, int64_t last, int64_t t0, int64_t columns, const float* wide, float* sums) const {
     const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.tokens - t0));
     float* y[tile];
-    for (int t = 0; t < tokens; ++t) y[t] = call_.y + (t0 + t) * call_.width + begin;
+    for (int t = 0; t < tokens; ++t) y[t] = sums + (t0 + t) * columns;
     for (int64_t r = first; r < last;) {
       const int n = last - r >= tile ? tile : 1;
       const void* rows[tile];

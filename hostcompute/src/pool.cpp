@@ -21,13 +21,14 @@ void pause() {
 #endif
 }
 
-void name_this_thread(int thread) {
+void set_name(std::thread& thread, int number) {
 #if defined(__linux__)
   char name[16];
-  std::snprintf(name, sizeof name, "hostcompute-%u", static_cast<unsigned>(thread) % 1000);
-  pthread_setname_np(pthread_self(), name);
+  std::snprintf(name, sizeof name, "hostcompute-%u", static_cast<unsigned>(number) % 1000);
+  pthread_setname_np(thread.native_handle(), name);
 #else
   (void)thread;
+  (void)number;
 #endif
 }
 
@@ -54,7 +55,10 @@ Pool::Pool(int threads)
       scratch_(threads),
       next_(threads) {
   try {
-    for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+    for (int number = 1; number < threads; ++number) {
+      workers_.emplace_back([this] { serve(); });
+      set_name(workers_.back(), number);
+    }
   } catch (...) {
     stop();
     throw;
@@ -124,8 +128,7 @@ bool Pool::work() {
   return true;
 }
 
-void Pool::serve(int thread) {
-  name_this_thread(thread);
+void Pool::serve() {
   for (;;) {
     const auto called = [this] { return is_left(next_.load()) || stopping_.load(); };
     if (!spin(called)) {

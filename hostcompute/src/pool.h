@@ -46,7 +46,7 @@ class Pool {
   void run(Task task, void* context);
 
  private:
-  void serve(int thread);
+  void serve();
   bool work();
   bool is_left(uint64_t next) const;
   void stop();

@@ -28,13 +28,13 @@ def test_help_of_a_script_lists_its_flags(verb):
     assert done.stdout.startswith(f"Usage: {SCRIPTS[verb]} [OPTIONS]")
     assert "--json" in done.stdout
     assert "Exit codes: 0 ok" in done.stdout
-    takes_a_model = verb in ("generate", "plan")
+    takes_a_model = verb in ("generate", "plan", "verify")
     for field in fields(EngineFlags) if takes_a_model else ():
         assert f"--{field.name.replace('_', '-')} " in done.stdout
     assert ("--vram-budget" in done.stdout) == takes_a_model
 
 
-@pytest.mark.parametrize("argv", [("--help",), ("generate", "--help"), ("plan", "-h"), ("--version",)])
+@pytest.mark.parametrize("argv", [("--help",), ("generate", "--help"), ("plan", "-h"), ("verify", "-h"), ("--version",)])
 def test_help_loads_nothing_heavy(argv):
     code = f"""
 import atexit, sys

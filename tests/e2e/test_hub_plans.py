@@ -15,7 +15,6 @@ from tests.hub_server import HubServer
 
 HALF = ("--dtype", "float16", "--host-dtype", "float16", "--json")
 FROM_4_5_BIT = 16 / 4.5  # the 70B row of the table is for 4.5 bit a weight
-NOT_PUBLISHED = {404}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +81,9 @@ def check_device(plan, model):
     assert plan["units"]["total"] == model.shape[0] * model.shape[2]
 
 
-@pytest.mark.parametrize("alias", MODELS)
+@pytest.mark.parametrize(
+    "alias", ["relullama-13b", *(pytest.param(f"relullama-{size}", marks=pytest.mark.slow) for size in ("7b", "70b"))]
+)
 def test_sizes_of_the_published_models(shapes, alias):
     hub, machine = shapes
     model = MODELS[alias]
@@ -109,4 +110,4 @@ def test_whole_token_programs_of_the_published_models(shapes, alias):
     check_device(plan, model)
     assert near(plan["host"]["units"], model.ffn)
     assert plan["device"]["pool"] == 0
-    assert {seen.path.split("/")[-1] for seen in hub.files} == {"config.json"}
+    assert {seen.path.split("/")[-1] for seen in hub.files} <= {"config.json"}

@@ -20,6 +20,8 @@ CTX = 208
 POSITIONS = (0, 1, 20, 200)
 TOKENS = np.random.default_rng(7).integers(0, 96, max(POSITIONS) + 1)
 SEED, LAYERS = 3, 2
+SIZES = {"num_hidden_layers": LAYERS}
+FFN_NAMES = {"opt": "ffn_dim", "falcon": "ffn_hidden_size"}  # 320: half of the units is more than any temporary
 SHARES = {"none": None, "half": 50, "everything": 100}  # of the units, on the device
 MODES = ("llama", "opt", "bamboo", "falcon-40b")  # one of each residual layout, and dReLU
 WIDELY = (*MODES, "opt-bare", "turbosparse", "falcon-7b", "minicpm", "qwen3")  # the others differ in what is not placed
@@ -38,7 +40,7 @@ def folder_of(tmp_path_factory):
     def folder(family: str, seed: int = SEED) -> Path:
         path = root / f"{family}-{seed}"
         if not path.exists():
-            write(path, family, seed=seed, num_hidden_layers=LAYERS)
+            write(path, family, seed=seed, **SIZES, **{FFN_NAMES.get(family.split("-")[0], "intermediate_size"): 320})
         return path
 
     return folder
@@ -135,7 +137,7 @@ def test_the_comparison_notices_other_weights_and_other_positions(folder_of, exp
 
 def test_padding_behind_the_last_learned_position(tmp_path):
     """205 of them, and a cache of 208: a chunk's padding at its very end has none."""
-    folder = write(tmp_path, "opt", seed=SEED, num_hidden_layers=LAYERS, max_position_embeddings=205)
+    folder = write(tmp_path, "opt", seed=SEED, **SIZES, max_position_embeddings=205)
     expected = family_logits(folder, TOKENS)
     with Engine.from_pretrained(str(folder)) as engine:
         assert (engine._parts.prepared.ctx, engine._parts.prepared.programs.shapes.ctx) == (205, 208)

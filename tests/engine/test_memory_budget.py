@@ -25,7 +25,16 @@ def assert_holds(memory: dict[str, int]) -> None:
     assert abs(memory["plan_bytes"] - memory["peak_bytes"]) <= 0.02 * memory["peak_bytes"]
 
 
-@pytest.mark.parametrize("config", [{}, {"batch": 3}, {"host_mode": "callback"}], ids=["threads", "batch", "callback"])
+CONFIGS = {
+    "auto": {},
+    "auto-batch": {"batch": 3},
+    "threads": {"host_mode": "threads"},
+    "threads-batch": {"host_mode": "threads", "batch": 3},
+    "callback": {"host_mode": "callback"},
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_peak_stays_within_budget_and_near_the_plan(models, config):
     whole = plan(models["relu"], **config)
     for share in (0, 50, 100):

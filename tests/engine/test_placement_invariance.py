@@ -15,7 +15,8 @@ from dynajax.engine import plan_for
 from dynajax.engine.opening import load_parts
 from dynajax.engine.planning import prepare
 from dynajax.plan import Placement
-from dynajax.testing import reference_logits
+from dynajax.testing import make_checkpoint
+from dynajax.testing.oracle import family_logits
 from tests.engine.cases import PROMPT, SPECS
 
 NEW = 8
@@ -24,7 +25,7 @@ NEW = 8
 def greedy_reference(folder: Path, new: int = NEW) -> tuple[int, ...]:
     ids = list(PROMPT)
     for _ in range(new):
-        ids.append(int(reference_logits(folder, ids)[-1].argmax()))
+        ids.append(int(family_logits(folder, ids)[-1].argmax()))
     return tuple(ids[len(PROMPT) :])
 
 
@@ -61,9 +62,9 @@ def test_callback_mode_gives_the_reference_tokens(models, sparsity):
             assert engine.generate(PROMPT, max_new_tokens=NEW).token_ids == greedy_reference(folder), budget
 
 
-def logits_with(folder: Path, placement: Placement, sparsity: str) -> np.ndarray:
+def logits_with(folder: Path, placement: Placement, sparsity: str, mode: str) -> np.ndarray:
     """Logits after PROMPT, engine opened with a placement of the caller's choice."""
-    config = EngineConfig(ctx=256, sparsity=sparsity)
+    config = EngineConfig(ctx=256, sparsity=sparsity, host_mode=mode)
     prepared = replace(prepare(str(folder), config), placement=placement)
     parts = load_parts(Checkpoint.open(folder), prepared, config, lambda *_: None)
     try:
@@ -74,27 +75,39 @@ def logits_with(folder: Path, placement: Placement, sparsity: str) -> np.ndarray
         parts.close()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**16), sparsity=st.sampled_from(["dense", "exact"]))
-def test_random_placements_give_the_reference_logits(models, seed, sparsity):
+def assert_placement_changes_nothing(folder: Path, seed: int, sparsity: str, mode: str) -> None:
+    """A random set of units on the device, of another size in every layer."""
     rng = np.random.default_rng(seed)
     spec = SPECS["relu"]
     sizes = rng.choice([0, 12, 48, 96], spec.layers)
     buckets = tuple(np.sort(rng.permutation(spec.ffn)[:size]).astype(np.int32) for size in sizes)
-    logits = logits_with(models["relu"], Placement(buckets, spec.ffn), sparsity)
-    expected = reference_logits(models["relu"], PROMPT)[-1]
+    logits = logits_with(folder, Placement(buckets, spec.ffn), sparsity, mode)
+    expected = family_logits(folder, PROMPT)[-1]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
-def test_the_logits_tolerance_notices_one_lost_neuron(models, monkeypatch):
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**16), sparsity=st.sampled_from(["dense", "exact"]))
+def test_random_placements_give_the_reference_logits(models, seed, sparsity):
+    assert_placement_changes_nothing(models["relu"], seed, sparsity, "threads")
+
+
+@pytest.mark.parametrize("seed", range(3))  # every set of sizes is a program of its own
+def test_random_placements_in_one_program_too(models, seed):
+    for sparsity in ("dense", "exact"):
+        assert_placement_changes_nothing(models["relu"], seed, sparsity, "ffi")
+
+
+@pytest.mark.parametrize("mode", ["threads", "ffi"])
+def test_the_logits_tolerance_notices_one_lost_neuron(models, monkeypatch, mode):
     """The same comparison fails if a single live unit is computed on neither side."""
     spec = SPECS["relu"]
     bucket = np.arange(48, dtype=np.int32)
     placement = Placement((bucket,) * spec.layers, spec.ffn)
-    whole = logits_with(models["relu"], placement, "exact")
+    whole = logits_with(models["relu"], placement, "exact", mode)
     cold = Placement.cold
     monkeypatch.setattr(Placement, "cold", lambda self, layer: cold(self, layer)[1:])
-    lost = logits_with(models["relu"], placement, "exact")
+    lost = logits_with(models["relu"], placement, "exact", mode)
     assert np.abs(lost - whole).max() > 1e-4 * np.abs(whole).max()
 
 
@@ -126,7 +139,7 @@ def test_a_row_that_ended_does_not_disturb_the_others(models):
 def test_16_bit_devices_round_what_the_host_does_not(models, dtype, bound):
     """With 16-bit weights on the device its products take 16-bit inputs; all-hot and all-cold differ by that much."""
     settings_ = {"ctx": 256, "dtype": dtype, "host_dtype": dtype}
-    expected = reference_logits(models["relu"], PROMPT)[-1]
+    expected = family_logits(models["relu"], PROMPT)[-1]
     for policy in ("static", "none"):
         with Engine.from_pretrained(str(models["relu"]), policy=policy, **settings_) as engine:
             parts = engine._parts
@@ -139,8 +152,6 @@ def test_16_bit_devices_round_what_the_host_does_not(models, dtype, bound):
 @pytest.mark.parametrize("host_dtype", ["float16", "bfloat16"])
 def test_16_bit_host_and_float32_device_agree_with_16_bit_weights(models, tmp_path, host_dtype):
     """A 16-bit checkpoint has the same answer wherever its units live: the pool converts without loss."""
-    from dynajax.testing import make_checkpoint
-
     folder = make_checkpoint(tmp_path / "m", SPECS["relu"], dtype=host_dtype)
     expected = greedy_reference(folder)
     for budget in budgets(folder)[::2]:

@@ -60,7 +60,7 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused_at_the_prompt(padded,
 
 def test_generation_config_ends_a_text_and_advises(padded, tmp_path):
     folder = shutil.copytree(padded, tmp_path / "advised")
-    settings = {"max_new_tokens": 30, "temperature": 3.0, "seed": 4}
+    settings = {"max_new_tokens": 30, "temperature": 30.0, "seed": 4}
     with Engine.from_pretrained(str(folder), ctx=64) as engine:
         free = engine.generate("w1 w2", **settings).token_ids
     stop = next(token for token in free if free.index(token) > 3)

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -103,19 +104,51 @@ def test_a_closed_pool_refuses_calls_and_may_be_closed_again(either):
 
 
 def test_threads_end_with_the_pool():
+    """As many as no other test asks for: pools share theirs."""
     before = task_count()
-    with HostPool(4):
-        assert task_count() == before + 3
+    with HostPool(11):
+        assert task_count() == before + 10
     assert task_count() == before
 
 
 def test_threads_end_with_a_pool_that_nobody_closed():
     before = task_count()
-    pool = HostPool(3)
-    assert task_count() == before + 2
+    pool = HostPool(12)
+    assert task_count() == before + 11
     del pool
     gc.collect()
     assert task_count() == before
+
+
+def test_pools_of_as_many_threads_share_them():
+    """They end with the last one; closing the first changes nothing for the other."""
+    before, wanted = task_count(), CASE.reference()[0]
+    first, second = HostPool(11), HostPool(11)
+    assert task_count() == before + 10
+    first.close()
+    assert task_count() == before + 10
+    np.testing.assert_allclose(second.ffn(CASE.x, CASE.bundle, CASE.units, **CASE.kind).y, wanted, atol=1e-4)
+    second.close()
+    assert task_count() == before
+
+
+def test_pools_that_share_threads_may_be_used_side_by_side():
+    """Their calls come one after the other."""
+    wanted, wrong = CASE.reference()[0], []
+
+    def compute() -> None:
+        for _ in range(200):
+            with HostPool(3) as pool:
+                y = pool.ffn(CASE.x, CASE.bundle, CASE.units, **CASE.kind).y
+            if not np.allclose(y, wanted, atol=1e-4):
+                wrong.append(y)
+
+    workers = [threading.Thread(target=compute) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert not wrong and not any(worker.is_alive() for worker in workers)
 
 
 def test_a_dead_bundle_is_forgotten_and_its_id_may_come_back():

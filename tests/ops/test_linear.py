@@ -5,9 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynajax.ops.linear import contract, layer_norm, rms_norm
+from dynajax.ops import linear
+from dynajax.ops.linear import as_weights, contract, contract_reference, layer_norm, rms_norm
 
 RTOL = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}  # of the largest sum of absolute products
+TIGHT = dict.fromkeys(RTOL, 1e-6)  # where the other operand is not rounded to the weights' type
+PATTERNS = {  # and the shapes of the operands
+    "BTD,FD->BTF": ((2, 3, 40), (70, 40)),
+    "TD,OD->TO": ((1, 40), (70, 40)),
+    "TG,GD->TD": ((5, 70), (70, 40)),
+    "BTF,FD->BTD": ((2, 3, 70), (70, 40)),
+    "D,OD->O": ((40,), (70, 40)),
+    "BTKGH,BSKH->BKGTS": ((2, 3, 2, 4, 8), (2, 20, 2, 8)),
+    "BKGTS,BSKH->BTKGH": ((2, 2, 4, 3, 20), (2, 20, 2, 8)),
+}
 
 
 def operands(dtype, seed=0):
@@ -21,23 +32,91 @@ def as_float64(array):
     return np.asarray(array).astype(np.float64)
 
 
-def assert_product(found, a, b, dtype):
+def assert_product(found, a, b, rtol, subscripts="BTD,FD->BTF"):
     a, b = as_float64(a), as_float64(b)
-    scale = np.einsum("BTD,FD->BTF", np.abs(a), np.abs(b)).max()
-    np.testing.assert_allclose(as_float64(found), np.einsum("BTD,FD->BTF", a, b), rtol=0, atol=RTOL[dtype] * scale)
+    scale = np.einsum(subscripts, np.abs(a), np.abs(b)).max()
+    np.testing.assert_allclose(as_float64(found), np.einsum(subscripts, a, b), rtol=0, atol=rtol * scale)
 
 
+@pytest.mark.parametrize(("product", "rtol"), [(contract, TIGHT), (contract_reference, RTOL)])
 @pytest.mark.parametrize("dtype", RTOL)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_contract(dtype, compiled):
+def test_contract(product, rtol, dtype, compiled):
     a, b = operands(dtype)
-    run = jax.jit(contract, static_argnums=0) if compiled else contract
+    run = jax.jit(product, static_argnums=0) if compiled else product
     found = run("BTD,FD->BTF", a, b)
     assert found.dtype == jnp.float32 and found.shape == (3, 5, 7)
-    assert_product(found, a, b, dtype)
-    for wrong in (found * (1 + 20 * RTOL[dtype]), found.at[0, 0, 0].add(0.5), found[:, :, ::-1]):
+    assert_product(found, a, b, rtol[dtype])
+    for wrong in (found * (1 + 20 * rtol[dtype]), found.at[0, 0, 0].add(0.5), found[:, :, ::-1]):
         with pytest.raises(AssertionError):
-            assert_product(wrong, a, b, dtype)
+            assert_product(wrong, a, b, rtol[dtype])
+
+
+def pattern_operands(subscripts, dtype):
+    """b in the type of the weights; uint16 holds the bits of bfloat16."""
+    rng = np.random.default_rng(1)
+    a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in PATTERNS[subscripts])
+    b = b.astype("bfloat16" if dtype == "uint16" else dtype)
+    return a, jax.lax.bitcast_convert_type(b, jnp.uint16) if dtype == "uint16" else b
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint16"])
+@pytest.mark.parametrize("subscripts", PATTERNS)
+def test_no_pattern_rounds_its_input_on_the_cpu(subscripts, dtype):
+    a, b = pattern_operands(subscripts, dtype)
+    found = jax.jit(contract, static_argnums=0)(subscripts, a, b)
+    assert_product(found, a, as_weights(b), 1e-6, subscripts)
+    if dtype != "float32":
+        rounded = contract_reference(subscripts, a, b)
+        assert_product(rounded, a, as_weights(b), RTOL["bfloat16"], subscripts)
+        with pytest.raises(AssertionError):
+            assert_product(rounded, a, as_weights(b), 1e-6, subscripts)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "uint16"])
+@pytest.mark.parametrize("subscripts", PATTERNS)
+def test_without_the_library_only_rounding_differs(monkeypatch, subscripts, dtype):
+    monkeypatch.setattr(linear.ffi, "unavailable", lambda: "no library")
+    a, b = pattern_operands(subscripts, dtype)
+    found = jax.jit(lambda a, b: contract(subscripts, a, b))(a, b)
+    assert_product(found, a, as_weights(b), RTOL["bfloat16"], subscripts)
+
+
+def calls(subscripts, dtype):
+    """How many custom calls a program of one product makes."""
+    a, b = pattern_operands(subscripts, dtype)
+    return jax.jit(contract, static_argnums=0).lower(subscripts, a, b).as_text().count(linear.ffi.MATMUL)
+
+
+def test_matrices_of_16_bits_are_read_by_the_host_kernels():
+    assert linear.ffi.unavailable() is None
+    counts = {(pattern, dtype): calls(pattern, dtype) for pattern in PATTERNS for dtype in ("float32", "bfloat16")}
+    assert counts == {
+        (pattern, dtype): int(dtype == "bfloat16" and len(PATTERNS[pattern][1]) == 2) for pattern, dtype in counts
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("subscripts", PATTERNS)
+def test_gradients_are_those_of_the_plain_form(subscripts, dtype):
+    a, b = pattern_operands(subscripts, dtype)
+
+    def loss(product, a, b):
+        return (product(subscripts, a, b) ** 2).sum()
+
+    for run in (jax.grad, lambda *args, **kwargs: jax.jit(jax.grad(*args, **kwargs), static_argnums=0)):
+        found, expected = (run(loss, argnums=(1, 2))(product, a, b) for product in (contract, contract_reference))
+        for one, other, given in zip(found, expected, (a, b), strict=True):
+            assert one.dtype == given.dtype and np.abs(other).max() > 0
+            np.testing.assert_allclose(as_float64(one), as_float64(other), rtol=1e-2, atol=0.2)
+
+
+def test_many_inputs_at_once():
+    a, b = pattern_operands("TD,OD->TO", "float16")
+    many = jnp.stack([a, 2 * a])
+    found = jax.vmap(lambda a: contract("TD,OD->TO", a, b))(many)
+    one = contract("TD,OD->TO", a, b)
+    np.testing.assert_array_equal(found, jnp.stack([one, 2 * one]))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -49,24 +128,27 @@ def test_sums_are_wider_than_the_weights(dtype):
     assert jnp.einsum("TD,FD->TF", ones, ones).dtype == ones.dtype  # what would happen without asking
 
 
-def dots(jaxpr):
-    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"] + [
-        eqn
-        for outer in jaxpr.eqns
-        for inner in outer.params.values()
-        if hasattr(inner, "jaxpr")
-        for eqn in dots(inner.jaxpr)
-    ]
-
-
 @pytest.mark.parametrize("dtype", RTOL)
 def test_float32_weights_ask_for_full_precision(dtype):
     """The CPU always computes so; a GPU would take TF32."""
-    (dot,) = dots(jax.make_jaxpr(lambda a, b: contract("BTD,FD->BTF", a, b))(*operands(dtype)).jaxpr)
+    (dot,) = [
+        eqn
+        for outer in jax.make_jaxpr(lambda a, b: contract_reference("BTD,FD->BTF", a, b))(*operands(dtype)).eqns
+        for inner in [outer.params.get("jaxpr")]
+        for eqn in (inner.eqns if inner else [outer])
+        if eqn.primitive.name == "dot_general"
+    ]
     highest = (jax.lax.Precision.HIGHEST,) * 2
     assert (dot.params["precision"] == highest) == (dtype == "float32")
     assert {var.aval.dtype for var in dot.invars} == {jnp.dtype(dtype)}
     assert dot.params["preferred_element_type"] == jnp.float32
+
+
+def test_other_platforms_multiply_in_the_type_of_the_weights():
+    """What a GPU would be given."""
+    a, b = pattern_operands("TD,OD->TO", "float16")
+    text = jax.jit(contract, static_argnums=0).trace("TD,OD->TO", a, b).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dot_general" in text and "xf16>" in text and linear.ffi.MATMUL not in text
 
 
 def norm_reference(x, weight, eps):

@@ -1,0 +1,323 @@
+"""Products with a whole 16-bit matrix: the kernels themselves, their threads, and the custom call inside programs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hostcompute import HostPool, default_threads, library
+from hostcompute.ffi import MATMUL, dot_rows_ffi, sum_rows_ffi, unavailable
+from tests.hostcompute.cases import ISAS
+
+CODES = {"float16": 1, "bfloat16": 2}
+TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+TOKENS = (1, 2, 3, 8, 33, 128)
+SHAPES = ((1, 1), (7, 5), (37, 33), (130, 65), (300, 576), (70, 1100), (1030, 257))  # rows, width
+PROGRAM_FAILED = (jax.errors.JaxRuntimeError, ValueError)
+needs_ffi = pytest.mark.usefixtures("handler")
+dot_rows, sum_rows = jax.jit(dot_rows_ffi), jax.jit(sum_rows_ffi)
+
+
+@pytest.fixture(scope="module")
+def handler() -> None:
+    if (reason := unavailable()) is not None:
+        pytest.skip(f"no FFI handler: {reason}")
+
+
+def operands(dtype: str, rows: int, width: int, tokens: int, *, sums: bool) -> tuple[np.ndarray, np.ndarray]:
+    """x and weights; sparse x where rows are summed, as after a relu, so that some rows are not read."""
+    rng = np.random.default_rng(rows * width + tokens)
+    weights = rng.standard_normal((rows, width), np.float32).astype(TYPES[dtype])
+    x = rng.standard_normal((tokens, rows if sums else width), np.float32)
+    return np.maximum(x, 0) if sums else x, weights
+
+
+def product(pool: HostPool | None, x: np.ndarray, weights: np.ndarray, *, sums: bool) -> np.ndarray:
+    """By the C interface, in the pool's threads and with its kernels; None: in those that programs use."""
+    (tokens, _), (rows, width) = x.shape, weights.shape
+    y = np.full((tokens, width if sums else rows), np.nan, np.float32)
+    call = library.load_library().hc_matmul
+    x_at, w_at, y_at = (array.ctypes.data for array in (x, weights, y))
+    handle = None if pool is None else pool.handle
+    assert call(handle, x_at, tokens, w_at, rows, width, CODES[weights.dtype.name], int(sums), y_at) == 0
+    return y
+
+
+def assert_product(y: np.ndarray, x: np.ndarray, weights: np.ndarray, *, sums: bool) -> None:
+    wide = weights.astype(np.float64)
+    wanted = x.astype(np.float64) @ (wide if sums else wide.T)
+    assert y.dtype == np.float32
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(initial=0))
+
+
+# --- the kernels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_kernels_equal_the_reference_and_threads_change_no_bit(pool_of, isa, dtype, sums):
+    for rows, width in SHAPES:
+        for tokens in TOKENS:
+            x, weights = operands(dtype, rows, width, tokens, sums=sums)
+            y = product(pool_of(isa, 1), x, weights, sums=sums)
+            assert_product(y, x, weights, sums=sums)
+            for threads in (2, 3, 3):
+                np.testing.assert_array_equal(product(pool_of(isa, threads), x, weights, sums=sums), y)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_large_matrices(pool, dtype, tokens, sums):
+    """As many pieces as there may be, and rows that are cut."""
+    x, weights = operands(dtype, 3000, 2100, tokens, sums=sums)
+    y = product(pool, x, weights, sums=sums)
+    assert_product(y, x, weights, sums=sums)
+    np.testing.assert_array_equal(product(pool, x, weights, sums=sums), y)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("fault", ["transposed", "another type", "a row less", "a token lost"])
+def test_the_comparison_notices(pool, fault, tokens, sums):
+    x, weights = operands("float16", 96, 96, tokens, sums=sums)
+    right = x, weights
+    if fault == "transposed":
+        weights = np.ascontiguousarray(weights.T)
+    elif fault == "another type":
+        weights = weights.view(TYPES["bfloat16"])
+    elif fault == "a row less":
+        weights = np.concatenate([weights[:-1], np.zeros_like(weights[:1])])
+    else:
+        x = np.concatenate([x[:-1], np.zeros_like(x[:1])])
+    with pytest.raises(AssertionError):
+        assert_product(product(pool, x, weights, sums=sums), *right, sums=sums)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize(("tokens", "rows", "width"), [(0, 3, 4), (2, 0, 4), (2, 3, 0), (8, 0, 4), (8, 3, 0)])
+def test_nothing_to_add_up_gives_zeros(pool, tokens, rows, width, sums):
+    x, weights = operands("float16", rows, width, tokens, sums=sums)
+    assert not product(pool, x, weights, sums=sums).any()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_row_that_no_token_weighs_is_not_read(pool, tokens):
+    x, weights = operands("float16", 300, 40, tokens, sums=True)
+    weights[~x.any(axis=0)] = np.nan
+    assert not x.any(axis=0).all()
+    assert np.isfinite(product(pool, x, weights, sums=True)).all()
+    x[0, 7], weights[7] = 1, np.nan
+    assert np.isnan(product(pool, x, weights, sums=True)[0]).all()
+
+
+def test_numbers_of_every_kind(pool):
+    """Every float16 and bfloat16 there is, times one. XLA lets its threads flush numbers below 1e-38 to zero."""
+    for dtype in CODES:
+        weights = np.arange(2**16, dtype=np.uint16).reshape(-1, 1).view(TYPES[dtype])
+        with np.errstate(invalid="ignore"):
+            wanted = weights[:, 0].astype(np.float32)
+        for tokens in (1, 8):
+            y = product(pool, np.ones((tokens, 1), np.float32), weights, sums=False)
+            usual = ~(np.abs(wanted) < np.finfo(np.float32).tiny)
+            np.testing.assert_array_equal(y[:, usual], np.broadcast_to(wanted, y.shape)[:, usual])
+            np.testing.assert_allclose(y[:, ~usual], np.broadcast_to(wanted, y.shape)[:, ~usual], atol=1.2e-38)
+
+
+# --- inside programs ----------------------------------------------------------------------------------
+
+
+@needs_ffi
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("dtype", [*CODES, "uint16"])
+def test_programs_compute_the_same_bits(dtype, tokens):
+    for sums, run in ((False, dot_rows), (True, sum_rows)):
+        x, weights = operands("bfloat16" if dtype == "uint16" else dtype, 300, 130, tokens, sums=sums)
+        given = jnp.asarray(weights.view(np.uint16) if dtype == "uint16" else weights)
+        assert given.dtype.name == dtype
+        wanted = product(None, x, weights, sums=sums)
+        np.testing.assert_array_equal(run(x, given), wanted)
+        compiled = run.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, given))).compile()
+        np.testing.assert_array_equal(compiled(x, given), wanted)
+        assert compiled.memory_analysis().temp_size_in_bytes <= 64  # no copy of anything
+
+
+@needs_ffi
+def test_it_works_under_control_flow_and_vmap():
+    x, weights = operands("float16", 48, 48, 3, sums=False)
+
+    @jax.jit
+    def run(x, weights):
+        def step(carry, _):
+            y = jax.lax.cond(carry[0, 0] > 0, sum_rows_ffi, dot_rows_ffi, carry, weights) / 8
+            return y, y
+
+        return jax.lax.scan(step, x, length=5)[1]
+
+    found = np.asarray(run(x, weights))
+    for step, y in enumerate(found):
+        sums = bool(x[0, 0] > 0)
+        np.testing.assert_array_equal(y, product(None, x, weights, sums=sums) / np.float32(8), err_msg=str(step))
+        x = y
+    many = np.stack([found[0], found[1]])
+    each = jax.jit(jax.vmap(dot_rows_ffi, in_axes=(0, None)))(many, weights)
+    np.testing.assert_array_equal(each[1], product(None, many[1], weights, sums=False))
+
+
+@needs_ffi
+@pytest.mark.parametrize(
+    ("message", "x", "weights"),
+    [
+        (r"weights must be a matrix of float16, .*, got float32 \[3, 4\]", (2, 4), np.zeros((3, 4), np.float32)),
+        (r"weights must be a matrix of float16, .*, got float16 \[3\]", (2, 3), np.zeros(3, np.float16)),
+        (r"x must be float32 \[T,4\], got float32 \[2, 3\]", (2, 3), np.zeros((3, 4), np.float16)),
+        (r"x must be float32 \[T,4\], got float32 \[4\]", (4,), np.zeros((3, 4), np.float16)),
+    ],
+)
+def test_a_wrong_operand_is_named_while_tracing(message, x, weights):
+    with pytest.raises(ValueError, match=message):
+        dot_rows_ffi(jnp.zeros(x, jnp.float32), jnp.asarray(weights))
+
+
+@needs_ffi
+@pytest.mark.parametrize(
+    ("message", "bad"),
+    [
+        ("weights must be float16, bfloat16 or its bits", {"weights": np.zeros((3, 4), np.float32)}),
+        ("weights must be a matrix", {"weights": np.zeros(12, np.float16)}),
+        ("x must be 4 wide, got 3", {"x": np.zeros((2, 3), np.float32)}),
+        ("x must be 3 wide, got 4", {"sum_rows": True}),
+        (r"y must be \[2, 3\]", {"y": (2, 4)}),
+        ("expected F32 but got F16", {"x": np.zeros((2, 4), np.float16)}),
+    ],
+)
+def test_the_handler_names_what_is_wrong(message, bad):
+    good = {"x": np.zeros((2, 4), np.float32), "weights": np.zeros((3, 4), np.float16), "y": (2, 3), "sum_rows": False}
+    case = good | bad
+    call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct(case["y"], np.float32))
+    with pytest.raises(PROGRAM_FAILED, match=message):
+        jax.jit(lambda x, weights: call(x, weights, sum_rows=case["sum_rows"]))(
+            case["x"], case["weights"]
+        ).block_until_ready()
+
+
+# --- which threads ------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+
+import jax, jax.numpy as jnp, numpy as np
+from hostcompute import HostPool
+from hostcompute.ffi import dot_rows_ffi
+
+def workers():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("hostcompute-") for name in names)
+
+run = jax.jit(dot_rows_ffi)
+x, weights = jnp.ones((1, 600)), jnp.ones((600, 600), jnp.float16)
+"""
+
+
+def script(body: str, **environment: str) -> list[str]:
+    """What a process of its own prints; it must end well and complain of nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + body],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout.split()
+
+
+@needs_ffi
+def test_programs_run_in_the_threads_of_the_pool_opened_first():
+    found = script("""
+first, other, again = HostPool(4), HostPool(3), HostPool(4)
+print(workers())  # 3 + 2
+run(x, weights).block_until_ready(); print(workers())
+first.close(); run(x, weights).block_until_ready(); print(workers())
+again.close(); print(workers())
+other.close(); print(workers())
+run(x, weights).block_until_ready(); print(workers())
+with HostPool(6): run(x, weights).block_until_ready(); print(workers())
+""")
+    own = default_threads() - 1
+    assert list(map(int, found)) == [5, 5, 5, 2, 0, own, own + 5]
+
+
+@needs_ffi
+def test_threads_are_shared_with_those_of_a_program():
+    found = script("""
+run(x, weights).block_until_ready(); own = workers()
+with HostPool(own + 1), HostPool(own + 1): print(workers() - own)
+print(workers() - own)
+""")
+    assert found == ["0", "0"]
+
+
+@needs_ffi
+def test_pools_may_come_and_go_while_a_program_runs():
+    """Each that opens first gets the calls that follow, and may be closed in the middle of one."""
+    assert script("""
+from threading import Event, Thread
+
+wanted, wrong, runs, done = np.asarray(run(x, weights)), [], [], Event()
+
+def compute():
+    while not done.is_set():
+        runs.append(1)
+        if not np.array_equal(run(x, weights), wanted):
+            wrong.append(1)
+
+worker = Thread(target=compute)
+worker.start()
+for turn in range(300):
+    with HostPool(1 + turn % 3) as one, HostPool(2) as two:
+        one.close()
+        two.read_sum(wanted)
+done.set()
+worker.join()
+print(len(wrong), len(runs) > 100)
+""") == ["0", "True"]
+
+
+@needs_ffi
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_instruction_set_holds_for_programs_too(pool_of, isa):
+    """Kernels differ in the order of summation, which shows in the bits."""
+    pool_of(isa, 1)  # skips where the CPU lacks it
+    body = "rng = np.random.default_rng(0)\n"
+    body += "x, w = (rng.standard_normal(s, np.float32) for s in ((1, 999), (70, 999)))\n"
+    body += "print(np.asarray(run(x, w.astype(np.float16))).tobytes().hex())"
+    rng = np.random.default_rng(0)
+    x, weights = (rng.standard_normal(shape, np.float32) for shape in ((1, 999), (70, 999)))
+    (bits,) = script(body, HOSTCOMPUTE_ISA=isa)
+    assert bits == product(pool_of(isa, 1), x, weights.astype(np.float16), sums=False).tobytes().hex()
+
+
+def test_an_instruction_set_that_is_not_there_is_told(monkeypatch):
+    """Not cached: the answer of the process stays."""
+    monkeypatch.setenv("HOSTCOMPUTE_ISA", "sse9")
+    assert "HOSTCOMPUTE_ISA must be portable, avx2 or avx512, got 'sse9'" in unavailable.__wrapped__()
+
+
+@needs_ffi
+@pytest.mark.parametrize("ending", ["", "pool = HostPool(3)\n"])
+def test_a_process_may_end_while_a_program_runs(ending):
+    """With a pool that nobody closed, or with none."""
+    body = "weights = jnp.ones((3000, 600), jnp.float16)\nfor _ in range(50): y = run(x, weights)\nprint('over')"
+    assert script(ending + body) == ["over"]
