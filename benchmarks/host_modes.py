@@ -1,7 +1,7 @@
 """What a decode step costs in each host mode, and what a mode costs per layer: the same engine several times over.
 
 threads, callback and ffi compute the same half of the units on the host; resident has all of them on the device. One
-step of each in turn, so that a noisy neighbour meets them all. With the same types every mode must give the same tokens.
+step of each in turn, so that a noisy neighbour meets them all. Modes must give the same tokens where types are equal.
 
 python -m benchmarks.host_modes --model smollm2-135m --steps 40
 python -m benchmarks.host_modes --model smollm2-135m --dtypes float32 float16 bfloat16 --modes ffi resident
@@ -10,6 +10,7 @@ python -m benchmarks.host_modes --model smollm2-135m --dtypes float32 float16 bf
 import argparse
 import json
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,7 +32,13 @@ def half_budget(model: str, config: EngineConfig) -> int:
 
 
 def opened(model: str, dtype: str, mode: str, ctx: int, host_dtype: str) -> Parts:
-    settings = {"ctx": ctx, "dtype": dtype, "host_dtype": host_dtype, "stats": "none", "host_mode": mode}
+    settings: dict[str, Any] = {
+        "ctx": ctx,
+        "dtype": dtype,
+        "host_dtype": host_dtype,
+        "stats": "none",
+        "host_mode": mode,
+    }
     if mode == "resident":
         settings["host_mode"] = "auto"
     else:

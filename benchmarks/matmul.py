@@ -9,7 +9,8 @@ python -m benchmarks.matmul --repeat 40
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 
 import jax
@@ -43,6 +44,10 @@ def relative_error(form: str, x: jax.Array, weights: jax.Array, y: jax.Array) ->
     return error
 
 
+def one_product(run: Callable, x: jax.Array, turns: Iterator[jax.Array]) -> None:
+    run(x, next(turns)).block_until_ready()
+
+
 def products(form: str, rows: int, width: int, tokens: int) -> tuple[dict[str, Callable], dict[str, float]]:
     """What computes one product of each type, and its error."""
     inner = width if form == "dot" else rows
@@ -52,7 +57,7 @@ def products(form: str, rows: int, width: int, tokens: int) -> tuple[dict[str, C
     for dtype in DTYPES:
         turns = matrices(rows, width, dtype)
         errors[dtype] = relative_error(form, x, turns[0], run(x, turns[0]))
-        calls[dtype] = lambda turns=cycle(turns): run(x, next(turns)).block_until_ready()
+        calls[dtype] = partial(one_product, run, x, cycle(turns))
     return calls, errors
 
 
@@ -81,6 +86,14 @@ def measure(pool: HostPool, form: str, rows: int, width: int, tokens: int, repea
     ]
 
 
+def print_row(row: dict) -> None:
+    what = f"{row['form']} {row['rows']}x{row['width']} T={row['tokens']:<3} {row['dtype']:8}"
+    rate = f"{row['median_gb_s']:5.1f} of {row['read_gb_s']:.1f} GB/s ({row['share_of_read']:.0%})"
+    print(
+        f"{what} {row['median_us']:9.0f} us {rate}, {row['gflop_s']:.0f} GFLOP/s, {row['times_float32']:.2f} x float32"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=default_threads())
@@ -89,18 +102,16 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     with HostPool(args.threads) as pool:  # the products run in its threads too; those of XLA in XLA's
-        print(f"{args.threads} threads, {pool.isa}; median us, GB/s of weights, share of read bandwidth, of XLA float32")
+        print(
+            f"{args.threads} threads, {pool.isa}; median us, GB/s of weights, share of read bandwidth, of XLA float32"
+        )
         for tokens in args.tokens:
             for shape in SHAPES:
                 for form in FORMS:
                     repeat = args.repeat if tokens <= 8 else max(3, args.repeat // 8)
                     for row in measure(pool, form, *shape, tokens, repeat):
                         rows.append(row)
-                        print(
-                            f"{form} {row['rows']}x{row['width']} T={tokens:<3} {row['dtype']:8} {row['median_us']:9.0f} us "
-                            f"{row['median_gb_s']:6.1f} of {row['read_gb_s']:.1f} GB/s ({row['share_of_read']:.0%}), "
-                            f"{row['gflop_s']:.0f} GFLOP/s, {row['times_float32']:.2f} x float32"
-                        )
+                        print_row(row)
     print(json.dumps({**machine(), "jax": jax.__version__, "threads": args.threads, "isa": pool.isa, "rows": rows}))
 
 

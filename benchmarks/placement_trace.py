@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +39,7 @@ class Trace:
     mass: F32  # [L, F] mean |act| x |down row| where live, mean 1 a layer
 
 
-def documents(ids: dict[str, npt.NDArray[np.integer]], count: int) -> tuple[npt.NDArray, npt.NDArray]:
+def documents(ids: Mapping[str, npt.NDArray[np.integer]], count: int) -> tuple[npt.NDArray, npt.NDArray]:
     """(test [count, T], other [n, T]): windows of all sources, every second one for the test, spread evenly."""
     windows = [rows[i : i + TOKENS] for rows in ids.values() for i in range(0, len(rows) - TOKENS + 1, TOKENS)]
     odd, even = windows[1::2], windows[::2]
@@ -46,9 +47,11 @@ def documents(ids: dict[str, npt.NDArray[np.integer]], count: int) -> tuple[npt.
     return np.stack([odd[i] for i in chosen]).astype(np.int32), np.stack(even).astype(np.int32)
 
 
-def record(folder: Path, ids: dict[str, npt.NDArray[np.integer]], count: int) -> Trace:
+def record(folder: Path, ids: Mapping[str, npt.NDArray[np.integer]], count: int) -> Trace:
     """Run the model over both halves; residual, calibration and frequencies come from the other half."""
     model = load_decoder(Checkpoint.open(folder))
+    if model.spec.activation.kind != "relu":
+        raise ValueError(f"live sets are those of relu, the model has {model.spec.activation.kind}")
     test, other = documents(ids, count)
     run = _runner(model)
     stream, norm = _stacked(run, other)
@@ -56,7 +59,7 @@ def record(folder: Path, ids: dict[str, npt.NDArray[np.integer]], count: int) ->
     residual = [np.zeros(stream[0].shape[-1], np.float32)]
     residual += [(b - a).mean(axis=(0, 1)) for a, b in pairwise(stream)]
     predict = _one_bit(model, residual)
-    curves = [_calibrate(predict(i, stream[i - 1]), live[:, :, i]) for i in range(1, len(stream))]
+    curves = [calibrate(predict(i, stream[i - 1]), live[:, :, i]) for i in range(1, len(stream))]
     mass = _masses(model, run, other)
     frequency = live.mean(axis=(0, 1)).astype(np.float32)
     del stream, norm, live
@@ -68,7 +71,7 @@ def record(folder: Path, ids: dict[str, npt.NDArray[np.integer]], count: int) ->
 
 
 def _runner(model: Decoder):
-    """Jitted: tokens [B, T] -> streams [B, T, D] after attention, gates and |act| [B, T, F]; a list over layers each."""
+    """Jitted: tokens [B, T] -> streams [B, T, D] after attention, gates and |act| [B, T, F]; lists over layers."""
     graphdef, state = nnx.split(model)
 
     @jax.jit
@@ -134,7 +137,7 @@ def _one_bit(model: Decoder, residual: list[F32]):
     return predict
 
 
-def _calibrate(z: F32, live: Bools) -> tuple[F32, F32]:
+def calibrate(z: F32, live: Bools) -> tuple[F32, F32]:
     """(a, b), each [F], such that sigmoid(a z + b) is how often a neuron with logit z is live (Platt scaling).
 
     One curve for the layer first, from a share of the sample; then one for each neuron, drawn towards it.

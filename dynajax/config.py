@@ -217,13 +217,13 @@ class PolicyConfig:
     Where the paper gives no value, the default is what `benchmarks/placement.py` found best on tiny-relullama.
     """
 
-    lam: float = 1.0  # importance v = a + lam * f
-    decay: float = 0.97  # of f per token, which so remembers 1 / (1 - decay) tokens
+    lam: float = 0.7  # importance v = a + lam * f
+    decay: float = 0.98  # of f per token, which so remembers 1 / (1 - decay) tokens
     lead: int = 1  # layers between a prediction and its use; the time a transfer hides behind
     skip_lead: int = 0  # the same for the scores that decide which neurons are skipped
     window_s: float | None = None  # transfer time of a layer; None: the compute time of `lead` layers
     window_units: int | None = None  # at most so many swaps a layer
-    keep_share: float = 0.25  # of the slots, which hold the residents of highest f and are not given up
+    keep_share: float = 0.1  # of the slots, which hold the residents of highest f and are not given up
     theta: float = 0.5  # probability from which a neuron counts as live
     density: float | None = None  # instead of theta: the share of neurons that counts as live
     err_scale: float = 1.0  # activation mass that thresholds may skip, in units of what theta skips
@@ -244,6 +244,8 @@ class PolicyConfig:
             check_number("window_units", self.window_units, 0, 2**31, whole=True)
         if self.density is not None:
             check_number("density", self.density, 0, 1)
+            if self.density == 0:
+                raise UsageError("density must be > 0, got 0: policies that compute nothing have no use")
         for name in ("keep_share", "theta", "safety"):
             check_number(name, getattr(self, name), 0, 1)
         check_number("err_scale", self.err_scale, 0, 1000)

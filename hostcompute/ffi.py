@@ -1,9 +1,9 @@
 """The native kernels as custom calls inside jitted programs of the CPU backend: about a microsecond a call.
 
-For the FFN a program gets the address of a `HostTable` as an operand, so it can be compiled before there are weights, and one
-compiled program serves several engines. Kernels and answers are those of `HostPool.ffn`, bit for bit.
+For the FFN a program gets the address of a `HostTable` as an operand, so it can be compiled before there are weights,
+and one compiled program serves several engines. Kernels and answers are those of `HostPool.ffn`, bit for bit.
 Products with 16-bit matrices need no table. They run in the threads of the pool that was opened first among those that
-are open, so those of an engine in its; where none is, in as many as there are cores.
+are open, an engine's for example; where none is, in as many as there are cores.
 """
 
 import ctypes

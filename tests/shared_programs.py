@@ -10,13 +10,16 @@ from hostcompute.ffi import cold_ffn_ffi
 
 
 @contextmanager
-def shared_programs() -> Generator[None]:
-    """Compile each program once while open; counts and kinds stay each engine's own.
+def shared_programs(compiler_options: dict | None = None) -> Generator[None]:
+    """Compile each program once while open, with these options; counts and kinds stay each engine's own.
 
     A whole-token program is shared if the engine it was made for is an operand, or none is called: a JAX callback
     belongs to one engine, and holds it.
     """
-    compile_one, done = Programs._compile, {}
+    done = {}
+
+    def compile_one(programs, kind, *sizes):
+        return getattr(programs, kind)(*sizes).compile(compiler_options)
 
     def compile_once(self, kind, *sizes):
         host = self._host_call if kind.startswith("token_") else None

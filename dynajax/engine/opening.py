@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import numpy as np
@@ -145,8 +144,17 @@ def load_parts(
         else load_store(checkpoint, prepared.host_dtype, loaded(spec.layers))
     )
     transfer = Transfer(store, pool, programs, host, prepared.fill_piece)
-    load = partial(checkpoint.fill_bundle, out=store.arenas[0]) if resident else None
-    fill_pool(transfer, pool, placement, lambda layer: progress("place", layer + 1, spec.layers), load)
+    shared = store.arenas[0]
+
+    def load(layer: int) -> None:
+        """A layer's units into the arena that serves every layer."""
+        checkpoint.fill_bundle(layer, shared)
+        loaded(spec.layers)(layer)
+
+    def placed(layer: int) -> None:
+        progress("place", layer + 1, spec.layers)
+
+    fill_pool(transfer, pool, placement, placed, load if resident else None)
     if resident:
         store = HostStore(())
     cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")

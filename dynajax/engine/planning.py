@@ -25,6 +25,7 @@ from dynajax.policy.placement import block_units, place_static
 from dynajax.programs import Programs, Shapes
 from dynajax.programs.shapes import round_ctx
 from dynajax.transfer import fill_piece
+from hostcompute import ffi
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,10 @@ def lay_out(config: EngineConfig, shapes: Shapes, policy: str, device: jax.Devic
         layout = _try(config, "resident", shapes, device, progress)
         if layout is not None:
             return layout
-    layout = _try(config, offload_mode(config.host_mode, device.platform), shapes, device, progress)
+    mode = offload_mode(config.host_mode, device.platform)
+    if config.host_mode == "auto" and mode == "threads" and device.platform == "cpu":
+        log.warning("host mode threads, which is slower than ffi: %s", ffi.unavailable())
+    layout = _try(config, mode, shapes, device, progress)
     assert layout is not None
     return layout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -16,12 +17,12 @@ def as_weights(part: jax.Array) -> jax.Array:
 
 
 def contract(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """einsum with weights `b` of any type, uint16 for the bits of bfloat16 included; accumulated and returned in float32.
+    """einsum with weights `b`, float or the bits of bfloat16 as uint16; accumulated and returned in float32.
 
     float32 weights ask for full precision: on GPUs the default would be TF32, and placement could
-    then change an answer by more than summation order. 16-bit weights round `a` to their type on a GPU; on the CPU
-    backend, whose own 16-bit products are slow, they do not: a matrix is read as it is by the host's kernels, and
-    anything else becomes float32 first. Gradients are those of `contract_reference`.
+    then change an answer by more than summation order. 16-bit weights round `a` to their type on a GPU. On the CPU
+    backend, whose own 16-bit products are slow, they do not: the host's kernels read a matrix as it is, and what is
+    no matrix becomes float32 first. Gradients are those of `contract_reference`.
     """
     return contract_reference(subscripts, a, b) if b.dtype == jnp.float32 else _contract_narrow(subscripts, a, b)
 
@@ -51,8 +52,9 @@ def _contract_on_cpu(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return contract_reference(subscripts, a, as_weights(b).astype(jnp.float32))
     if ffi.unavailable() is not None:
         return contract_reference(subscripts, a, b)
-    product = ffi.dot_rows_ffi if right[1] == left[-1] else ffi.sum_rows_ffi
-    return product(a.astype(jnp.float32).reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], -1)
+    product, width = (ffi.dot_rows_ffi, b.shape[0]) if right[1] == left[-1] else (ffi.sum_rows_ffi, b.shape[1])
+    rows = a.astype(jnp.float32).reshape(math.prod(a.shape[:-1]), a.shape[-1])
+    return product(rows, b).reshape(*a.shape[:-1], width)
 
 
 def rms_norm(

@@ -26,8 +26,9 @@ def layer_slots(
     """G of every layer: whole blocks of a layer's most frequent units, best blocks first, until one does not fit.
 
     Within a layer the blocks' masses never rise, so the sorted order is also a valid order of growth, and with
-    equal blocks it is the optimum of the knapsack (PowerInfer section 6.3 solves the same by ILP). More bytes only
-    lengthen the prefix that is taken: no budget holds fewer units than a smaller one. Ties go round the layers.
+    equal blocks (every width that is a multiple of 16) it is the optimum of the knapsack: it ties with HiGHS, which is
+    therefore only the tests' oracle (PowerInfer section 6.3 ships such an ILP). A short last block may cost up to one
+    block. More bytes only lengthen the prefix: no budget holds fewer units than a smaller one. Ties go round layers.
     """
     if pool_bytes < 0 or unit_bytes < 1:
         raise ValueError(f"pool_bytes must be >= 0 and unit_bytes >= 1, got {pool_bytes} and {unit_bytes}")

@@ -218,7 +218,7 @@ def _prepared(way: Run, case: _Case, on_step: Progress) -> tuple[Prepared, Engin
     half = Placement((np.arange(0, spec.ffn, 2, dtype=np.int32),) * spec.layers, spec.ffn)
     needed = {"host": 0, "half": half.resident, "device": spec.layers * spec.ffn}[way.placement]
     if fitting < needed or (way.host_mode == "resident") != (prepared.host_mode == "resident"):
-        held = f"holds {fitting} of the {needed} neurons that this takes"
+        held = f"holds {fitting} neurons beside the rest, and this takes {needed} at once"
         raise FitError(f"a budget of {prepared.memory.budget_bytes} bytes {held}: raise --vram-budget")
     return (replace(prepared, placement=half) if way.placement == "half" else prepared), config
 

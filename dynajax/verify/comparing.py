@@ -22,7 +22,7 @@ from dynajax.verify.files import FromFile, OnStep
 TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
 ROUNDS_AS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"} | dict.fromkeys(QUANTISED, "bfloat16")
 EXACT_AS = {"float32": frozenset(ROUNDS_AS), "float16": {"F16"}, "bfloat16": {"BF16"}}  # stored types it can hold
-PER_WEIGHT_ERROR = 5  # an error of all weights grows about so much on its way to the logits
+PER_WEIGHT_ERROR = 10  # an error of all weights grows so much on its way to the logits; 9 measured in 2 layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,8 +90,8 @@ def hidden_errors(got: Sequence[npt.NDArray], wanted: Sequence[npt.NDArray], *, 
     """
     errors = []
     for a, b in zip(got, wanted, strict=True):
-        far = np.linalg.norm(a.astype(np.float64) - b, axis=1) / np.linalg.norm(b.astype(np.float64), axis=1)
-        errors.append(_of_positions(far, middle))
+        far = np.linalg.norm(a.astype(np.float64) - b, axis=1)
+        errors.append(_of_positions(far / _lengths(b), middle))
     return errors
 
 
@@ -99,8 +99,8 @@ def cosines(got: Sequence[npt.NDArray], wanted: Sequence[npt.NDArray]) -> list[f
     """The cosine of every layer [L], at the worst position; -1 if anything is not finite."""
     worst = []
     for a, b in zip(got, wanted, strict=True):
-        a64, b64 = a.astype(np.float64), b.astype(np.float64)
-        cosine = (a64 * b64).sum(axis=1) / (np.linalg.norm(a64, axis=1) * np.linalg.norm(b64, axis=1))
+        with np.errstate(invalid="ignore"):
+            cosine = (a.astype(np.float64) * b).sum(axis=1) / (_lengths(a) * _lengths(b))
         worst.append(float(np.nan_to_num(cosine, nan=-1.0).min()))
     return worst
 
@@ -111,6 +111,11 @@ def logits_error(got: npt.NDArray, wanted: npt.NDArray, *, middle: bool) -> floa
     Infinite if anything is not finite.
     """
     return _of_positions(np.abs(got - wanted).max(axis=1) / np.abs(wanted).max(), middle)
+
+
+def _lengths(rows: npt.NDArray) -> npt.NDArray[np.float64]:
+    """The norm of every row, and next to nothing for a row of zeros."""
+    return np.maximum(np.linalg.norm(rows.astype(np.float64), axis=1), 1e-30)
 
 
 def _of_positions(errors: npt.NDArray, middle: bool) -> float:

@@ -15,6 +15,7 @@ constexpr int few_tokens = 2;
 constexpr int64_t alone = 1 << 16;         // products; fewer are computed before another thread has woken up
 constexpr int64_t piece_bytes = 64 * 1024;  // of rows whose products are independent
 constexpr int64_t most_sums = 32;          // partial sums of rows
+constexpr int64_t narrow_bytes = 2048;     // rows that are so short are summed several at a time
 constexpr int64_t least_sum_bytes = 64 * 1024;
 constexpr int64_t dot_rows = 32;           // a piece, for many tokens
 constexpr int64_t dot_columns = 1024;
@@ -113,10 +114,10 @@ class Matmul {
     return false;
   }
 
-  // Up to `tile` rows that some token needs, from *r on, which moves behind them. Returns how many.
-  int find_needed(int64_t* r, int64_t end, const void** rows, float* h) const {
+  // Up to `most` rows that some token needs, from *r on, which moves behind them. Returns how many.
+  int find_needed(int64_t* r, int64_t end, int most, const void** rows, float* h) const {
     int n = 0;
-    for (; *r < end && n < tile; ++*r) {
+    for (; *r < end && n < most; ++*r) {
       if (!needed(*r)) continue;
       rows[n] = row(*r);
       for (int64_t t = 0; t < call_.tokens; ++t) h[n * call_.tokens + t] = call_.x[t * call_.rows + *r];
@@ -129,16 +130,18 @@ class Matmul {
     std::memset(y, 0, sum_floats() * sizeof(float));
     float* ys[few_tokens];
     for (int64_t t = 0; t < call_.tokens; ++t) ys[t] = y + t * call_.width;
+    const int group = row_bytes_ < narrow_bytes ? tile : 1;
     const void* rows[2][tile];
     float h[2][tile * few_tokens];
     int64_t r = begin;
     int now = 0;
-    int n = find_needed(&r, end, rows[now], h[now]);
+    int n = find_needed(&r, end, group, rows[now], h[now]);
     while (n > 0) {
       const int next = 1 - now;
-      const int following = find_needed(&r, end, rows[next], h[next]);
-      if (n == tile) {
-        tiles_.axpy[1][call_.tokens - 1](rows[now], h[now], call_.width, following == tile ? rows[next] : nullptr, ys);
+      const int following = find_needed(&r, end, group, rows[next], h[next]);
+      if (n == group) {
+        const void* const* ahead = following == group ? rows[next] : nullptr;
+        tiles_.axpy[group != 1][call_.tokens - 1](rows[now], h[now], call_.width, ahead, ys);
       } else {
         for (int i = 0; i < n; ++i)
           tiles_.axpy[0][call_.tokens - 1](rows[now] + i, h[now] + i * call_.tokens, call_.width, nullptr, ys);

@@ -34,7 +34,9 @@ def test_help_of_a_script_lists_its_flags(verb):
     assert ("--vram-budget" in done.stdout) == takes_a_model
 
 
-@pytest.mark.parametrize("argv", [("--help",), ("generate", "--help"), ("plan", "-h"), ("verify", "-h"), ("--version",)])
+@pytest.mark.parametrize(
+    "argv", [("--help",), ("generate", "--help"), ("plan", "-h"), ("verify", "-h"), ("--version",)]
+)
 def test_help_loads_nothing_heavy(argv):
     code = f"""
 import atexit, sys

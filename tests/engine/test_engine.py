@@ -10,6 +10,7 @@ from dynajax.checkpoint import Checkpoint, write_stats
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
 from dynajax.engine.cold import ColdSide
+from dynajax.engine.threads import ThreadsRunner
 from dynajax.errors import EngineError, FitError, MismatchError, NumericalError, UsageError
 from dynajax.testing import load_decoder, make_checkpoint
 from tests.engine.cases import PROMPT, SPECS
@@ -105,25 +106,38 @@ def test_stop_ends_every_batch_of_a_list(models):
     assert [(len(r.token_ids), r.finish_reason) for r in results] == [(2, "cancelled")] * 2 + [(0, "cancelled")]
 
 
-def test_stop_during_a_prompt_ends_between_its_layers(models):
+@pytest.mark.parametrize("mode", ["auto", "threads"])
+def test_stop_during_a_prompt_ends_between_its_layers(models, monkeypatch, mode):
     seen = []
-    with Engine.from_pretrained(str(models["relu"]), ctx=256, progress=lambda *args: seen.append(args)) as engine:
-        prefill = engine._parts.runner.prompt.__self__
-        attend, calls = prefill._attend_chunk, []
+    settings = {"ctx": 256, "host_mode": mode, "progress": lambda *args: seen.append(args)}
+    with Engine.from_pretrained(str(models["relu"]), **settings) as engine:
+        attend, calls = ThreadsRunner._attend_chunk, []
 
-        def stopping(*args):
-            calls.append(args[1])
+        def stopping(self, state, layer, *args):
+            calls.append(layer)
             if len(calls) == 1:
                 engine.stop()
-            return attend(*args)
+            return attend(self, state, layer, *args)
 
-        prefill._attend_chunk = stopping
+        monkeypatch.setattr(ThreadsRunner, "_attend_chunk", stopping)
         result = engine.generate([PROMPT[0]] * 8, max_new_tokens=5)
         assert set(calls) == {0}
         assert (result.token_ids, result.finish_reason) == ((), "cancelled")
         engine.generate(PROMPT, max_new_tokens=1)
     assert [args for args in seen if args[0] == "prefill"][-1] == ("prefill", 100, 100)
     assert {args[0] for args in seen} == {"compile", "load", "place", "prefill"}
+
+
+@pytest.mark.parametrize("mode", ["auto", "threads", "ffi"])
+@pytest.mark.parametrize("policy", ["static", "none"])
+def test_every_stage_of_loading_is_reported_to_its_end(models, mode, policy):
+    seen = []
+    settings = {"ctx": 256, "host_mode": mode, "policy": policy, "progress": lambda *args: seen.append(args)}
+    Engine.from_pretrained(str(models["relu"]), **settings).close()
+    for stage in ("compile", "load", "place"):
+        counts = [args[1:] for args in seen if args[0] == stage]
+        assert [total for _, total in counts] == [counts[-1][0]] * len(counts)
+        assert [done for done, _ in counts] == list(range(1, len(counts) + 1)), stage
 
 
 def test_a_list_is_checked_before_any_of_it_runs(half, monkeypatch):

@@ -7,7 +7,9 @@ import pytest
 from dynajax import Engine
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
+from dynajax.engine.planning import compiled_for
 from dynajax.errors import FitError, UsageError
+from dynajax.programs import Shapes
 from tests.engine.cases import PROMPT, SPECS
 
 
@@ -39,6 +41,21 @@ def test_peak_stays_within_budget_and_near_the_plan(models, config):
     whole = plan(models["relu"], **config)
     for share in (0, 50, 100):
         assert_holds(figures(models["relu"], whole.smallest_budget_bytes + whole.pool * share // 100, **config))
+
+
+@pytest.mark.parametrize("mode", ["ffi", "resident"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_program_has_more_scratch_than_was_planned(mode, batch):
+    """Whatever the pools hold: none, all or some, alike in every layer or not."""
+    spec = SPECS["relu"]
+    shapes = Shapes(spec=spec, dtype="float32", ctx=512, batch=batch)
+    _, programs, planned = compiled_for(mode, shapes, lambda *_: None)
+    slots = {(96, 96, 96)} if mode == "resident" else {(0, 0, 0), (96, 96, 96), (96, 0, 84), (12, 48, 96), (84, 84, 96)}
+    kinds = [("token_rows", 512, *sizes) for sizes in sorted(slots)] + [("token_rows", 256, 96, 96, 96)]
+    kinds += [("attend_chunk", 8, prefix) for prefix in (256, 512)]
+    kinds += [("hot_chunk", 8, 12), ("hot_chunk", 8, 96), ("load_chunk", 8)]
+    found = {kind: programs.temp_bytes(*kind) for kind in kinds}
+    assert max(found.values()) <= planned <= 1.01 * max(found.values()), found
 
 
 def test_a_planted_array_breaks_the_budget(models):

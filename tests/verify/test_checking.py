@@ -82,7 +82,7 @@ def test_the_shipped_model_passes():
     assert report.passed and report.tokens == 48 and report.runs[0].host_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("batch", "ctx", "tokens"), [(2, None, 48), (1, 1, 1), (1, 9, 9)])
+@pytest.mark.parametrize(("batch", "ctx", "tokens"), [(2, None, 48), (1, 1, 1)])
 def test_batch_and_context_are_the_users(folders, batch, ctx, tokens):
     report = checked(folders["llama"], batch=batch, ctx=ctx, **HOST)
     assert report.passed and report.tokens == tokens
@@ -140,18 +140,20 @@ def test_a_tolerance_needs_another_copy_and_a_range():
             Settings(model="m", config=EngineConfig(), against="n", tolerance=tolerance)
 
 
-def test_what_does_not_fit_is_not_run(folders):
-    config = EngineConfig(ctx=48, policy="none", **THREADS)
-    needed = planning.plan_for(str(folders["llama"]), config).smallest_budget_bytes
-    report = checked(folders["llama"], vram_budget=needed, dtype="float32")
-    assert report.passed
-    assert [run.placement for run in report.ran] == ["host"]
-    for run in report.runs[1:]:
-        assert run.passed is None and run.logits_error is None
-        assert "neurons that this takes: raise --vram-budget" in run.skipped or "needs" in run.skipped
-    report = checked(folders["llama"], vram_budget=needed - 1, **THREADS)
+def test_what_does_not_fit_is_not_run(folders, monkeypatch):
+    """A byte less than none of the units need, then a little more than half of them."""
+    folder, config = folders["llama"], EngineConfig(ctx=48, **HOST)
+    least = planning.plan_for(str(folder), config).smallest_budget_bytes
+    report = checked(folder, vram_budget=least - 1, **THREADS)
     assert not report.passed and report.ran == []
-    assert all(f"--vram-budget {needed}B or more" in run.skipped for run in report.runs)
+    assert all(f"--vram-budget {least}B or more" in run.skipped and run.passed is None for run in report.runs)
+    every = checking._ways
+    monkeypatch.setattr(checking, "_ways", lambda *args: [*every(*args)[:3], every(*args)[-1]])
+    report = checked(folder, vram_budget=least + 3 * 48 * 3 * 32 * 4, dtype="float32")
+    assert report.passed and [run.placement for run in report.ran] == ["host", "half"]
+    assert [run.host_mode for run in report.runs[2:]] == ["threads", "resident"]
+    for run in report.runs[2:]:
+        assert "neurons beside the rest, and this takes 240 at once: raise --vram-budget" in run.skipped
 
 
 def test_weights_beyond_float16_are_no_mistake_of_the_engine(tmp_path):
@@ -362,10 +364,10 @@ def test_a_wrong_computation_of_one_side_is_seen_where_that_side_computes(folder
     [
         ("float32", 1.001, True),
         ("float32", 1.01, True),
-        ("float16", 1.01, False),
+        ("float16", 1.005, False),
         ("float16", 1.03, True),
-        ("bfloat16", 1.08, False),
-        ("bfloat16", 1.15, True),
+        ("bfloat16", 1.03, False),
+        ("bfloat16", 1.08, True),
     ],
 )
 def test_how_large_an_error_of_a_norm_has_to_be(folders, monkeypatch, dtype, factor, computed):
@@ -496,10 +498,11 @@ def test_nothing_is_left_behind(folders, monkeypatch, tmp_path):
     load_parts = checking.load_parts
     monkeypatch.setattr(checking, "load_parts", spied)
     check_all()  # what libraries keep is made here
-    first = left[-1]
+    threads, arrays = left[-1]
     left.clear()
     assert check_all() == [3, 0, 1]
-    assert left == [first] * 8  # before each of the seven loads: the one before is gone
+    assert len(left) == 8  # before each of the seven loads, when the engine before must be gone, and at the end
+    assert all(count <= threads and held == arrays for count, held in left)
 
 
 def test_an_interrupt_between_runs_leaves_no_engine_open(folders):
@@ -515,7 +518,7 @@ def test_an_interrupt_between_runs_leaves_no_engine_open(folders):
     with pytest.raises(Stop):
         verify(Settings(model=str(folders["llama"]), config=EngineConfig(**THREADS)), lambda *_: None, stop)
     gc.collect()
-    assert (tasks(), len(jax.live_arrays())) == before
+    assert tasks() <= before[0] and len(jax.live_arrays()) == before[1]
 
 
 def test_every_stage_is_shown(folders):

@@ -43,10 +43,14 @@ def test_what_is_not_finite_is_infinitely_far(bad, middle):
     wanted = np.ones((3, 2), np.float32)
     got = wanted.copy()
     got[1, 1] = bad
-    with np.errstate(invalid="ignore"):
-        assert hidden_errors([got], [wanted], middle=middle) == [np.inf]
-        assert logits_error(got, wanted, middle=middle) == np.inf
-        assert cosines([got], [wanted]) == [-1]
+    assert hidden_errors([got], [wanted], middle=middle) == [np.inf]
+    assert logits_error(got, wanted, middle=middle) == np.inf
+    assert cosines([got], [wanted]) == [-1]
+
+
+def test_a_layer_that_reads_only_zeros_is_right_if_they_are_zeros():
+    zeros = np.zeros((2, 4), np.float32)
+    assert hidden_errors([zeros, zeros + 1], [zeros, zeros], middle=False) == [0.0, pytest.approx(2e30)]
 
 
 def checkpoint(units, rest="F32", spec=TINY):
@@ -85,7 +89,7 @@ def test_what_rounds_decides_what_is_allowed(dtype, host, units, allowed, spec):
         ("F32", "F16", None, 0.02),
         ("F16", "BF16", None, 0.1),
         ("F16", "Q4_1", None, 0.1),
-        ("F32", "F32", 0.01, 0.05),
+        ("F32", "F32", 0.01, 0.1),
         ("F16", "Q4_1", 0.001, 0.1),
     ],
 )
