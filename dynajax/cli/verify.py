@@ -90,7 +90,7 @@ def _where_off(run: Run) -> str:
 
 
 def _summary(report: Report) -> str:
-    good = sum(run.passed for run in report.ran)
+    good = sum(run.passed is True for run in report.ran)
     sums = "no checksums.json" if report.checksums is None else f"{len(report.checksums)} tensors with other bytes"
     return (
         f"{report.model}: {good} of {len(report.ran)} ways of running agree with the reference ({report.against}, "

@@ -12,14 +12,16 @@
 namespace {
 
 constexpr int few_tokens = 2;
-constexpr int64_t alone = 1 << 16;         // products; fewer are computed before another thread has woken up
-constexpr int64_t piece_bytes = 64 * 1024;  // of rows whose products are independent
-constexpr int64_t most_sums = 32;          // partial sums of rows
-constexpr int64_t narrow_bytes = 2048;     // rows that are so short are summed several at a time
+constexpr int64_t alone = 1 << 16;  // products; fewer are computed before another thread has woken up
+// A piece for few tokens: some bytes of rows, or a part of all rows, which then has a sum of its own.
+constexpr int64_t piece_bytes = 64 * 1024;
+constexpr int64_t most_sums = 32;
 constexpr int64_t least_sum_bytes = 64 * 1024;
-constexpr int64_t dot_rows = 32;           // a piece, for many tokens
+constexpr int64_t narrow_bytes = 2048;  // shorter rows are summed several at a time
+// A piece for many tokens: some rows, or some columns of all rows; and how much of it is widened at a time.
+constexpr int64_t dot_rows = 32;
 constexpr int64_t dot_columns = 1024;
-constexpr int64_t sum_columns = 256;       // a piece, for many tokens
+constexpr int64_t sum_columns = 256;
 constexpr int64_t least_sum_columns = 64;
 constexpr int64_t sum_rows = 16;
 constexpr int64_t line_floats = 16;
@@ -58,9 +60,7 @@ class Matmul {
 
  private:
   int64_t piece_size() const {
-    if (!call_.sum_rows) {
-      return few_ ? std::max<int64_t>(1, piece_bytes / row_bytes_) : dot_rows;
-    }
+    if (!call_.sum_rows) return few_ ? std::max<int64_t>(1, piece_bytes / row_bytes_) : dot_rows;
     if (!few_) {
       const int64_t stripes = round_up(ceil_div(call_.width, sum_columns), 8);
       return std::max(least_sum_columns, round_up(ceil_div(call_.width, stripes), 2 * line_floats));
@@ -86,11 +86,12 @@ class Matmul {
       const int64_t total = few_ || !call_.sum_rows ? call_.rows : call_.width;
       const int64_t begin = piece * size_;
       const int64_t end = std::min(total, begin + size_);
-      const char* then = upcoming < pieces_ ? row(upcoming * size_) : nullptr;
       if (!few_) {
         call_.sum_rows ? many_sums(begin, end, wide) : many_dots(begin, end, wide);
+      } else if (call_.sum_rows) {
+        few_sums(begin, end, sum(piece));
       } else {
-        call_.sum_rows ? few_sums(begin, end, sum(piece)) : few_dots(begin, end, then);
+        few_dots(begin, end, upcoming < pieces_ ? row(upcoming * size_) : nullptr);
       }
     }
   }

@@ -85,7 +85,7 @@ def test_exit_of_typer_is_a_code_without_a_word(capfd):
         ),
         (("--prompt", "a", "--stop", ""), 2, "error: stop must be at most 16 strings of 1 to 256 characters"),
         (("--prompt", "a", "--policy", "best"), 2, "error: --policy must be one of auto,"),
-        (("--prompt", "a", "--host-mode", "fork"), 2, "error: --host-mode must be one of threads,"),
+        (("--prompt", "a", "--host-mode", "fork"), 2, "error: --host-mode must be one of auto, threads,"),
         (("--prompt", "a", "--ctx", "0"), 2, "error: --ctx must be an integer >= 1, got 0"),
         (("--prompt", "a", "--predictor", "mlp"), 2, "error: --predictor must be auto or none, got 'mlp': predictors"),
         (("--prompt", "a", "--assign", "greedy"), 2, "error: No such option: --assign"),

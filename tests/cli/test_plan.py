@@ -11,16 +11,23 @@ ROOT = Path(__file__).parents[2]
 UNITS = 3 * 64  # of the fixture `model`
 
 
-def test_the_plan_is_the_committed_schema_and_adds_up(command, model):
-    plan = command("plan", "--model", model, "--ctx", 256, "--vram-budget", "1400KiB", "--json").json("plan")
+@pytest.mark.parametrize(("kib", "share"), [(950, 0.5), (1400, 1.0)])
+def test_the_plan_is_the_committed_schema_and_adds_up(command, model, kib, share):
+    plan = command("plan", "--model", model, "--ctx", 256, "--vram-budget", f"{kib}KiB", "--json").json("plan")
     device, units = plan["device"], plan["units"]
     assert plan["model"] == str(model)
-    assert plan["budget_bytes"] == 1400 * 1024
+    assert plan["budget_bytes"] == kib * 1024
     assert plan["plan_bytes"] == sum(device.values()) - device["margin"]
     assert plan["plan_bytes"] + device["margin"] <= plan["budget_bytes"]
     assert units["total"] == UNITS
     assert units["share"] == units["resident"] / units["total"]
-    assert plan["smallest_budget_bytes"] == plan["plan_bytes"] + device["margin"] - device["pool"]
+    assert 0.8 * share <= units["share"] <= share
+    without_units = plan["plan_bytes"] + device["margin"] - device["pool"]
+    if share < 1:
+        assert plan["smallest_budget_bytes"] == without_units
+    else:  # with so little the programs are others, that call the host
+        assert 0 <= plan["smallest_budget_bytes"] - without_units < 1024
+    assert (plan["host"]["units"] == 0) == (share == 1)
 
 
 def test_the_smallest_budget_works_and_a_byte_less_does_not(command, model):

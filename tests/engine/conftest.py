@@ -7,7 +7,6 @@ import pytest
 from dynajax.testing import make_checkpoint
 from tests.engine.cases import SPECS
 from tests.shared_programs import shared_programs
-from tests.shared_programs import shared_programs
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,6 +15,7 @@ from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
 from dynajax.testing.families import FAMILIES, write
 from dynajax.testing.oracle import family_logits
+from tests.shared_programs import shared_programs
 
 CTX = 208
 POSITIONS = (0, 1, 20, 200)
@@ -30,6 +31,13 @@ BUDGETS = [
     for family in FAMILIES
     for share in SHARES
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """What the programs compute counts here, not their speed."""
+    with shared_programs({"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}):
+        yield
 
 
 @pytest.fixture(scope="module")

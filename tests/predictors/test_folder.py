@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from dynajax.errors import MismatchError, ModelError, NumericalError, StorageError, UsageError
-from predictors.folder import Manifest, read_manifest, read_predictors, write_predictors
+from predictors.folder import Manifest, read_entries, read_manifest, read_predictors, write_predictors
+from predictors.forms import Entry, Form, Shape
+from predictors.scoring import scores
 
 OWNER = "ab" * 32
 MANIFEST = Manifest(
@@ -162,3 +164,95 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
     write_predictors(tmp_path / "p", MANIFEST, weights_of())
     with pytest.raises(UsageError, match="is not empty"):
         write_predictors(tmp_path / "p", MANIFEST, weights_of())
+
+
+# --- mixed ------------------------------------------------------------------------------------------------------------
+
+MIXED = replace(
+    MANIFEST,
+    kind="mixed",
+    ranks=(),
+    dtype="float16",
+    threshold=None,
+    entries=(
+        Entry(layer=0, lead=0, form=Form(kind="gate", bits=4), slope=2.0, intercept=-1.5, metrics={"density": 0.1}),
+        Entry(layer=1, lead=0, form=Form(kind="gate", bits=1, rank=3), slope=2.0),
+        Entry(layer=1, lead=1, form=Form(kind="gate", bits=1, rank=3, reads="stream")),
+        Entry(layer=2, lead=2, form=Form(kind="mlp", rank=4)),
+    ),
+)
+
+
+def mixed_weights():
+    rng = np.random.default_rng(0)
+    return {
+        key: {name: rng.standard_normal(shape).astype(kind) for name, (shape, kind) in part.items()}
+        for key, part in MIXED.arrays().items()
+    }
+
+
+def test_mixed_round_trip(tmp_path):
+    folder, weights = write_predictors(tmp_path / "p", MIXED, mixed_weights()), mixed_weights()
+    found, entries = read_entries(folder, fingerprint=OWNER, **SIZES)
+    assert found == MIXED == read_manifest(folder)
+    assert tuple(entry for entry, _ in entries) == MIXED.entries
+    assert [sorted(arrays) for _, arrays in entries] == [
+        ["histogram"],
+        ["histogram", "narrow", "shift", "wide"],
+        ["histogram", "narrow", "shift", "wide"],
+        ["fc1", "fc2", "histogram"],
+    ]
+    for entry, arrays in entries:
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(array, weights[entry.key][name])
+            assert array.dtype == (np.float16 if name in ("fc1", "fc2", "narrow", "wide") else np.float32)
+    with pytest.raises(MismatchError, match="several forms"):
+        read_predictors(folder, fingerprint=OWNER, **SIZES)
+    with pytest.raises(MismatchError, match="4 layers|3 layers, not 4"):
+        read_entries(folder, fingerprint=OWNER, **{**SIZES, "layers": 4})
+    weights["001-001"]["wide"][0, 0] = np.nan
+    with pytest.raises(NumericalError, match=r"wide of layer 1 \(lead 1\)"):
+        write_predictors(tmp_path / "q", MIXED, weights)
+
+
+def test_converted_folders_become_entries_that_compute(folder):
+    _, entries = read_entries(folder, fingerprint=OWNER, **SIZES)
+    _, pairs = read_predictors(folder, fingerprint=OWNER, **SIZES)
+    shape = Shape(layers=3, hidden=8, ffn=12)
+    assert [(entry.layer, entry.lead, entry.form.rank) for entry, _ in entries] == [(2, 2, 5)]  # its lead is 2
+    entry, arrays = entries[0]
+    assert entry.form.reads == "stream" and entry.intercept == -0.25
+    x = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    expected = np.maximum(x.astype(np.float64) @ pairs[2][0].T, 0) @ pairs[2][1].T
+    np.testing.assert_allclose(scores(dict(arrays), x, shape, entry.form), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (("entries",), [], "entries must be a list, empty unless kind is mixed"),
+        (("entries",), "dropped", "entries must be a list"),
+        (("ranks",), [1, 1, 1], "ranks must be a list of 0"),
+        (("entries", 0), {}, "an entry must have layer"),
+        (("entries", 0, "form"), {"kind": "gate"}, "a form must have kind"),
+        (("entries", 0, "form", "bits"), 3, "bits must be 1, 2, 4 or 8, got 3"),
+        (("entries", 0, "form", "bits"), [], "must be integers"),
+        (("entries", 0, "form", "kind"), [], "kind must be gate or mlp"),
+        (("entries", 0, "form", "weighted"), 1, "weighted must be true or false"),
+        (("entries", 0, "layer"), 3, "layer must be from its lead to 2, got 3"),
+        (("entries", 0, "layer"), 1, "entries must be one a layer and lead"),
+        (("entries", 0, "slope"), float("inf"), "slope and intercept must be finite"),
+        (("entries", 3, "form", "rank"), 5, "does not hold what manifest.json says"),
+    ],
+)
+def test_entries_that_are_wrong(tmp_path, path, value, named):
+    folder = write_predictors(tmp_path / "p", MIXED, mixed_weights())
+    record = json.loads((folder / "manifest.json").read_text())
+    inside = record
+    for step in path[:-1]:
+        inside = inside[step]
+    inside[path[-1]] = value
+    edit(folder, **{path[0]: record[path[0]]})
+    with pytest.raises(ModelError) as caught:
+        read_entries(folder, fingerprint=OWNER, **SIZES)
+    assert named in str(caught.value) and str(caught.value).isprintable()
