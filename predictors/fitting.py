@@ -1,8 +1,8 @@
 """One step of training one layer's predictor, and how what is trained becomes what is used.
 
-Trained numbers are relative to `unit`, the size of an element of the input, measured before the first step, so one
-learning rate fits every model. `folded` gives the numbers that `scoring.scores` takes: training goes through the
-function that is used.
+Trained numbers are relative to `unit`, the size of an element of an mlp's input or of what a corrector is to give,
+measured before the first step, so one learning rate fits every model. `folded` gives the numbers that
+`scoring.scores` takes: training goes through the function that is used.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def start(shape: Shape, form: Form, rng: np.random.Generator) -> Tree:
 
 
 def fixed(shape: Shape) -> Tree:
-    """Neutral values of what is measured before the first step: size of the input, shift, a first calibration."""
+    """Neutral values of what is measured before the first step: a size, a shift, a first calibration."""
     one, none = np.ones((), np.float32), np.zeros((), np.float32)
     return {"unit": one, "shift": np.zeros(shape.hidden, np.float32), "slope": one.copy(), "intercept": none}
 

@@ -212,8 +212,8 @@ class Trainer:
         for task in self.tasks:
             if not task.form.is_trained:
                 continue
-            source = task.layer - task.lead
-            unit = np.sqrt((rows[f"{task.form.reads}_scale"][:, source].astype(np.float64) ** 2).mean())
+            sized = task.layer if task.form.kind == "gate" else task.layer - task.lead  # a corrector's output, an input
+            unit = np.sqrt((rows[f"{task.form.reads}_scale"][:, sized].astype(np.float64) ** 2).mean())
             known = fixed(self.shape) | {"unit": np.float32(unit)}
             if task.form.kind == "gate":
                 if task.form.reads == "stream":

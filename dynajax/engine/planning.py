@@ -241,7 +241,8 @@ def unseen_bytes(shapes: Shapes, mode: str) -> int:
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tuple[str, str]:
-    """(device, host) types. On the CPU backend the device type is float32: its 16-bit products are slow."""
+    """(device, host) types. On the CPU backend `auto` is float32 there: the
+    plain choice, whose answers do not depend on a 16-bit cache."""
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if platform == "cpu" else spec.dtype

@@ -6,7 +6,8 @@ import pytest
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
-from dynajax.cli.prompts import chat_ids, default_ctx, prompt_ids, prompt_text
+from dynajax.chat import chat_ids
+from dynajax.cli.prompts import default_ctx, prompt_ids, prompt_text
 from dynajax.config import ModelSpec
 from dynajax.errors import StorageError, UsageError
 from dynajax.text import load_tokenizer
@@ -18,6 +19,10 @@ SPEC = ModelSpec(
 
 def small_vocab(vocab):
     return ModelSpec(layers=1, hidden=8, ffn=16, heads=1, kv_heads=1, head_dim=8, vocab=vocab)
+
+
+def said(text):
+    return [{"role": "user", "content": text}]
 
 
 def feed_stdin(monkeypatch, raw):
@@ -152,11 +157,11 @@ def test_a_chat_prompt_is_encoded_as_rendered(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(tmp_path)
     with pytest.raises(UsageError, match="has no chat template: leave --chat out"):
-        chat_ids(tmp_path, loaded, "hi")
+        chat_ids(tmp_path, loaded, said("hi"))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     (tmp_path / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for m in messages %}[ {{ m.content }} ]{% endfor %}"
     )
     assert loaded.encode("[ hi ]") == [0, 1, 2, 3]
-    assert chat_ids(tmp_path, loaded, "hi") == [0, 1, 2, 3]
-    assert chat_ids(tmp_path, loaded, "hi {{ bos_token }}") == [0, 1, 2, 4, 4, 4, 3]  # a message is no template
+    assert chat_ids(tmp_path, loaded, said("hi")) == [0, 1, 2, 3]
+    assert chat_ids(tmp_path, loaded, said("hi {{ bos_token }}")) == [0, 1, 2, 4, 4, 4, 3]  # a message is no template

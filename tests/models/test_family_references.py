@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dynajax.testing.families import FAMILIES, write
 from dynajax.reference import forward
+from dynajax.testing.families import FAMILIES, write
 from dynajax.testing.oracle import family_logits
 
 TOKENS = np.random.default_rng(7).integers(0, 96, 210)
