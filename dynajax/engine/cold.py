@@ -74,12 +74,17 @@ class ColdSide:
         """Whether the layer has any unit on the host."""
         return len(self._units[layer]) > 0
 
+    def units(self, layer: int) -> npt.NDArray[np.int32]:
+        """The layer's units on the host [C], ascending; not to be changed."""
+        return self._units[layer]
+
     def run(
         self,
         layer: int,
-        h: npt.NDArray[np.float32],  # [T, D]
+        h: npt.NDArray[np.float32],  # [T, W]
+        live: npt.NDArray[np.uint8] | None = None,  # [T, C], filled if given: which units were live
     ) -> npt.NDArray[np.float32]:
-        """y_cold [T, D], a fresh array: jax may still be reading the last one."""
+        """y_cold [T, W], a fresh array: jax may still be reading the last one."""
         units, counters = self._units[layer], self._counters
         y = np.empty(h.shape, np.float32)
         start = time.perf_counter()
@@ -94,11 +99,12 @@ class ColdSide:
                 threshold=self._activation.threshold,
                 skip_zeros=self._skip_zeros,
                 out=y[rows],
+                live=None if live is None else live[rows],
             )
-            live = int(result.live_count.sum())
+            found = int(result.live_count.sum())
             counters.bytes_read += result.bytes_read
-            counters.live += live
-            counters.live_first_layer += live if layer == 0 else 0
+            counters.live += found
+            counters.live_first_layer += found if layer == 0 else 0
         counters.seconds += time.perf_counter() - start
         counters.computed += len(units) * len(h)
         return y

@@ -16,6 +16,7 @@ from dynajax.chat import chat_ids
 from dynajax.config import EngineConfig
 from dynajax.engine.continuation import Continuation
 from dynajax.engine.failures import translated_errors
+from dynajax.engine.observing import Observe, Observer
 from dynajax.engine.opening import Parts, open_parts
 from dynajax.engine.report import Phases, make_results
 from dynajax.engine.result import Event, Result
@@ -111,6 +112,19 @@ class Engine:
         if parts.tokenizer is None:
             raise UsageError(f"{parts.prepared.model} has no tokenizer: give token ids")
         return chat_ids(parts.prepared.folder, parts.tokenizer, messages)
+
+    def observe(self, tell: Observe | None) -> None:
+        """From now on call tell(layer, hidden [T, D], live [T, F]) for every layer that is computed; None ends it.
+
+        hidden is what the layer's FFN reads, float32; live says which units have an activation that is not zero, on
+        both sides. Both are copies; calls come in the order of layers, in the thread that generates. Slower: a step
+        runs layer by layer, and every unit's gate twice.
+        """
+        with self._turn:
+            parts = self._open_parts()
+            programs = parts.prepared.programs
+            observer = None if tell is None else Observer(tell, programs, parts.pool, parts.cold)
+            parts.layers.observer = observer
 
     def stop(self) -> None:
         """End the running generation after its current token; safe from signal handlers and other threads."""

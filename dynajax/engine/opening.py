@@ -45,6 +45,7 @@ class Parts:
     pool: DevicePool
     cold: ColdSide
     runner: ThreadsRunner | TokenRunner
+    layers: ThreadsRunner  # the same, or what the other prefills with
     stepper: Stepper
     meter: PeakMeter
     load_s: float
@@ -158,10 +159,10 @@ def load_parts(
     if resident:
         store = HostStore(())
     cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")
-    runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
+    layers = runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
     if prepared.host is not None:
         prepared.host.attach(cold)
-        runner = TokenRunner(programs, weights, pool, prepared.host, runner.prompt)
+        runner = TokenRunner(programs, weights, pool, prepared.host, layers)
     stepper = Stepper(programs, weights, runner, meter.sample)
     meter.sample()
     tokenizer = load_tokenizer(prepared.folder)
@@ -174,6 +175,7 @@ def load_parts(
         pool=pool,
         cold=cold,
         runner=runner,
+        layers=layers,
         stepper=stepper,
         meter=meter,
         load_s=time.perf_counter() - start - (programs.compile_s - compiled_s),

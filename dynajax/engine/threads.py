@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.engine.cold import ColdSide
+from dynajax.engine.observing import Observer
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece, Rows
 from dynajax.engine.weights import DenseWeights
@@ -53,7 +54,8 @@ Watch = Callable[[int, Rows], None]  # layer, the FFN input of some tokens [T, W
 
 
 class ThreadsRunner:
-    """See the head of this file. Owns no buffers. `watch`, if set, is shown every FFN input as it is computed."""
+    """See the head of this file. Owns no buffers. `watch`, if set, is shown every FFN input as it is computed, and
+    `observer` also which units are live; with an observer a prompt's last layer is computed too."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class ThreadsRunner:
         self._zeros = np.zeros((shapes.batch, shapes.spec.unit_width), np.float32)
         self._timer = HotTimer()
         self.watch: Watch | None = None
+        self.observer: Observer | None = None
 
     def reset_counters(self) -> None:
         """Start timing a new generation."""
@@ -103,7 +106,10 @@ class ThreadsRunner:
                 h.copy_to_host_async()
             if self._pool.slots[layer]:
                 x = self._hot_rows(state, layer, x, h, active)
-            y_cold = self._cold.run_active(layer, np.asarray(h), active) if cold else self._zeros
+            if self.observer is not None:
+                y_cold = self._observed_rows(self.observer, layer, h, active)
+            else:
+                y_cold = self._cold.run_active(layer, np.asarray(h), active) if cold else self._zeros
         return programs.get("head")(weights.norm, weights.table, x, y_cold)
 
     def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
@@ -115,7 +121,7 @@ class ThreadsRunner:
         y_cold, layers = zeros, len(self._weights.layers)
         for layer in range(layers):
             last = layer == layers - 1
-            hidden = []
+            hidden, hot = [], []
             for piece, y in zip(pieces, y_cold, strict=True):
                 h = self._attend_chunk(state, layer, row, piece, y)
                 if self.watch is not None:
@@ -124,9 +130,11 @@ class ThreadsRunner:
                     self._hot_chunk(state, layer, h, piece[0])
                 if piece[0] == 0:  # the widest chunk's h is alive
                     self._on_full()
-                if self._cold.has(layer) and not last:
+                if self.observer is not None:
+                    hot.append(self.observer.hot(layer, h)[: piece[2]])
+                if self.observer is not None or (self._cold.has(layer) and not last):
                     hidden.append(np.asarray(h)[: piece[2]].copy())  # a view would keep h on the device
-            y_cold = self._cold_chunks(layer, pieces, hidden) if hidden else zeros
+            y_cold = self._cold_chunks(layer, pieces, hidden, hot) if hidden else zeros
             on_part(layer + 1, layers)
 
     def _hot_rows(self, state: DeviceState, layer: int, x: jax.Array, h: jax.Array, active) -> jax.Array:
@@ -157,9 +165,19 @@ class ThreadsRunner:
             with self._pool.lock:
                 state.xs = hot(state.xs, h, self._pool.parts(layer), np.int32(start))
 
-    def _cold_chunks(self, layer: int, pieces: list[Piece], hidden: list[Rows]) -> list[Rows]:
+    def _observed_rows(self, observer: Observer, layer: int, h: jax.Array, active: npt.NDArray[np.bool_]) -> Rows:
+        """The host's half of the active rows, and the observer told of them."""
+        y_cold = np.zeros_like(self._zeros)
+        if active.any():
+            y_cold[active] = observer.compute(layer, np.asarray(h)[active], [observer.hot(layer, h)[active]])
+        return y_cold
+
+    def _cold_chunks(
+        self, layer: int, pieces: list[Piece], hidden: list[Rows], hot: list[npt.NDArray[np.bool_]]
+    ) -> list[Rows]:
         """The host's half for all chunks at once, cut back into padded chunks."""
-        y = self._cold.run(layer, np.concatenate(hidden))
+        h = np.concatenate(hidden)
+        y = self._cold.run(layer, h) if self.observer is None else self.observer.compute(layer, h, hot)
         chunks = []
         for start, size, count in pieces:
             chunk = np.zeros((size, y.shape[1]), np.float32)

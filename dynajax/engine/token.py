@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import numpy as np
 import numpy.typing as npt
@@ -11,23 +9,23 @@ import numpy.typing as npt
 from dynajax.engine.hosts import Host
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece
+from dynajax.engine.threads import ThreadsRunner
 from dynajax.engine.weights import DenseWeights
 from dynajax.pool import DevicePool
 from dynajax.programs import Programs, bucket_of
 
-Prefill = Callable[[DeviceState, int, list[Piece], OnPart], None]
-
 
 class TokenRunner:
-    """Decodes in one program; prefill is layer-major as in threads mode, whose `prompt` it is given."""
+    """Decodes in one program. Prefill is layer-major as in threads mode, by `layers`, which also decodes while somebody
+    observes: nothing inside one program can be seen."""
 
-    def __init__(self, programs: Programs, weights: DenseWeights, pool: DevicePool, host: Host, prompt: Prefill):
+    def __init__(self, programs: Programs, weights: DenseWeights, pool: DevicePool, host: Host, layers: ThreadsRunner):
         self._programs, self._weights, self._pool, self._host = programs, weights, pool, host
-        self._prompt = prompt
+        self.layers = layers
 
     def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
         """Prefill of one row; see `Runner`."""
-        self._prompt(state, row, pieces, on_part)
+        self.layers.prompt(state, row, pieces, on_part)
 
     def reset_counters(self) -> None:
         """Nothing is timed: the halves of one program cannot be told apart."""
@@ -43,6 +41,8 @@ class TokenRunner:
         active: npt.NDArray[np.bool_],
     ) -> jax.Array:
         """One token in each row through the model; see `Runner`."""
+        if self.layers.observer is not None:
+            return self.layers.rows(state, ids, positions, active)
         weights, pool = self._weights, self._pool
         prefix = bucket_of(int(positions.max()) + 1, self._programs.shapes.prefixes)
         program = self._programs.get("token_rows", prefix, *pool.slots)

@@ -67,6 +67,11 @@ def hot_chunk(xs, h, parts: Parts, start, *, spec: ModelSpec):
     return jax.lax.dynamic_update_slice_in_dim(xs, add_ffn(spec, old, y), start, axis=0)
 
 
+def live_slots(h, parts: Parts, *, spec: ModelSpec):
+    """h [T,W] -> which slots are live [T,G]; for an observer, the FFN itself is another program's."""
+    return pool_ffn(h, parts, spec.activation)[1]
+
+
 def embed_rows(tables: Parts, ids, positions, *, spec: ModelSpec):
     """tables: embeddings [V,D] and, where the model has them, learned positions; ids, positions [B] -> x [B,D]."""
     return embed(spec, tables[0], tables[1] if len(tables) == 2 else None, ids, positions)

@@ -127,6 +127,9 @@ class Programs:
         args = (self._xs, self._chunk(size), self._parts(slots), _INT)
         return self._jit(bodies.hot_chunk, donate=0).lower(*args)
 
+    def live_slots(self, size: int, slots: int) -> jax.stages.Lowered:
+        return self._jit(bodies.live_slots).lower(self._chunk(size), self._parts(slots))
+
     def head(self) -> jax.stages.Lowered:
         return self._jit(bodies.head).lower(self._norm, self._table, self._rows, self._wide_rows)
 
