@@ -1,7 +1,8 @@
 """Activation statistics: how often each neuron was live, measured over some text. One npz file per model.
 
 Members: version (int), fingerprint (text), frequency (float32 [L, F], the share of tokens for which the
-neuron was live), tokens (int, how many were counted).
+neuron was live), tokens (int, how many were counted); and, if `collect-stats` wrote it, mass (float32 [L, F], mean
+|activation| x |down row|) and cosine (float32 [L, 3], of a layer's FFN input with that 1, 2, 3 layers on).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def read_stats(path: Path, spec: ModelSpec, fingerprint: str | None) -> npt.NDAr
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(info.file_size for info in archive.infolist())
-        if unpacked > 8 * shape[0] * shape[1] + _OVERHEAD_BYTES:
+        if unpacked > 8 * shape[0] * (shape[1] + 3) + _OVERHEAD_BYTES:
             raise MismatchError(f"{where} unpacks to {unpacked} bytes, too many for {shape[0]} x {shape[1]} neurons")
         with np.load(path, allow_pickle=False) as archive:
             version, owner, tokens = (archive[key][()] for key in ("version", "fingerprint", "tokens"))
@@ -61,7 +62,14 @@ def read_stats(path: Path, spec: ModelSpec, fingerprint: str | None) -> npt.NDAr
     return frequency
 
 
-def write_stats(path: Path, *, fingerprint: str, frequency: npt.NDArray[np.float32], tokens: int) -> None:
+def write_stats(
+    path: Path,
+    *,
+    fingerprint: str,
+    frequency: npt.NDArray[np.float32],
+    tokens: int,
+    **more: npt.NDArray[np.float32],  # mass and cosine
+) -> None:
     """Write the file beside its final name, then rename: readers see the old one or the new one, whole."""
     frequency = np.ascontiguousarray(frequency, dtype=np.float32)
     if frequency.ndim != 2 or (problem := _problem(frequency, tokens, frequency.shape)):
@@ -70,7 +78,7 @@ def write_stats(path: Path, *, fingerprint: str, frequency: npt.NDArray[np.float
     try:
         try:
             with draft.open("wb") as file:
-                np.savez(file, version=VERSION, fingerprint=fingerprint, frequency=frequency, tokens=tokens)
+                np.savez(file, version=VERSION, fingerprint=fingerprint, frequency=frequency, tokens=tokens, **more)
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)

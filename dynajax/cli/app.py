@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import dynajax
+from dynajax.cli.collecting import collect_stats
 from dynajax.cli.convert import convert
 from dynajax.cli.fetch import fetch_model
 from dynajax.cli.generate import generate
@@ -19,6 +20,7 @@ VERBS = {
     "generate": generate,
     "plan": plan,
     "verify": verify,
+    "collect-stats": collect_stats,
     "convert": convert,
     "fetch-model": fetch_model,
     "build-corpus": build_corpus,

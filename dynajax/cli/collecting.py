@@ -1,0 +1,81 @@
+"""`collect-stats`: which neurons a text makes live."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from dynajax.cli import device_env, prompts
+from dynajax.cli.generate import watch
+from dynajax.cli.options import EngineFlags, OutputFlags
+from dynajax.cli.output import note, progress, table, write_json, write_out
+from dynajax.errors import UsageError
+
+
+def collect_stats(
+    context: typer.Context,
+    engine: EngineFlags,
+    output: OutputFlags,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The statistics file to write (.npz).")],
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE|DIR", help="UTF-8 text, or a folder of .txt files.")
+    ] = None,
+    ids: Annotated[
+        str | None, typer.Option(metavar="FILE|random:N|topics:N", help="Token ids instead of a text.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Read at most this many.")] = 200_000,
+) -> None:
+    """Run a model over a text and write how often each neuron is live and what it contributes.
+
+    The file steers placement: --stats FILE, or put it into the model's folder as activations.npz.
+    """
+    if (text is None) == (ids is None):
+        raise UsageError("give one of --text FILE|DIR and --ids FILE")
+    config = engine.config()
+    device_env.configure(config.vram_budget)
+    context.obj.hold()
+    from dynajax import collecting
+    from dynajax.checkpoint import read_spec, write_stats
+    from dynajax.model_folder import model_folder
+
+    with closing(progress()) as report:
+        step = watch(report, context.obj)
+        folder = model_folder(engine.model, offline=config.offline, progress=step)
+        spec = read_spec(folder)
+        config = collecting.with_window(config, spec)
+        length = config.ctx or 1
+        if text is not None:
+            windows = collecting.windows_of(collecting.read_texts(text), folder, tokens, length)
+        else:
+            windows = collecting.cut(prompts.prompt_ids(ids or "", spec, 0)[:tokens].tolist(), length)
+        checkpoint, found = collecting.collect(engine.model, config, windows, step)
+    write_stats(
+        out,
+        fingerprint=checkpoint.fingerprint(),
+        frequency=found.frequency,
+        tokens=found.tokens,
+        mass=found.mass,
+        cosine=found.cosine,
+    )
+    density, alike = found.frequency.mean(axis=1), found.cosine
+    if output.json:
+        write_json(
+            {
+                "model": engine.model,
+                "out": str(out),
+                "tokens": found.tokens,
+                "density": density.tolist(),
+                "cosine": [[None if np.isnan(value) else float(value) for value in row] for row in alike],
+            }
+        )
+        return
+    rows = [("layer", "live    cosine with the next, second, third")]
+    for layer, (share, row) in enumerate(zip(density, alike, strict=True)):
+        figures = "  ".join("  n/a" if np.isnan(value) else f"{value:.3f}" for value in row)
+        rows.append((str(layer), f"{share:6.1%}  {figures}"))
+    write_out(table(rows) + "\n")
+    note(f"{found.tokens} tokens, written to {out}")

@@ -1,0 +1,168 @@
+"""Activation statistics from any text: how often each neuron is live, what it contributes, how alike the layers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.checkpoint import Checkpoint
+from dynajax.config import EngineConfig, ModelSpec
+from dynajax.engine import Engine
+from dynajax.errors import StorageError, UsageError
+from dynajax.model_folder import model_folder
+from dynajax.text import load_tokenizer
+from hostcompute.reference import activate
+
+Floats = npt.NDArray[np.float32]
+LEADS = (1, 2, 3)
+SAMPLE = 512  # tokens from which the contributions are computed
+WINDOW = 512  # tokens read at a time; each window is a text of its own
+CHUNK = 1024  # neurons whose contributions are computed at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """What was found over `tokens` tokens of L layers with F neurons."""
+
+    frequency: Floats  # [L, F] share of the tokens for which the neuron was live
+    mass: Floats  # [L, F] mean of |activation| x |down row|, over a sample of the tokens
+    cosine: Floats  # [L, 3] mean cosine of a layer's FFN input with that 1, 2, 3 layers on; NaN beyond the last
+    tokens: int
+
+
+class Counter:
+    """An observer of an engine (`Engine.observe`): counts what it is shown."""
+
+    def __init__(self, spec: ModelSpec, seed: int = 0, sample: int = SAMPLE):
+        self._spec = spec
+        self._rng = np.random.default_rng(seed)
+        self.live = np.zeros((spec.layers, spec.ffn), np.int64)
+        self.cosine = np.zeros((spec.layers, len(LEADS)), np.float64)
+        self.sample = np.zeros((spec.layers, sample, spec.hidden), np.float32)
+        self.tokens = 0
+        self._recent: dict[int, Floats] = {}  # unit vectors of the layers before, of the tokens at hand
+        self._picks: tuple[npt.NDArray, npt.NDArray] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    def tell(self, layer: int, hidden: Floats, live: npt.NDArray[np.bool_]) -> None:
+        """See `Engine.observe`."""
+        if layer == 0:
+            self._recent.clear()
+            self._picks = self._pick(len(hidden))
+            self.tokens += len(hidden)
+        self.live[layer] += live.sum(axis=0)
+        rows, places = self._picks
+        self.sample[layer, places] = hidden[rows]
+        unit = hidden / np.maximum(np.linalg.norm(hidden, axis=1, keepdims=True), 1e-30)
+        for index, lead in enumerate(LEADS):
+            if (before := self._recent.get(layer - lead)) is not None:
+                self.cosine[layer - lead, index] += float((before * unit).sum())
+        self._recent[layer] = unit
+        self._recent.pop(layer - max(LEADS), None)
+
+    def _pick(self, count: int) -> tuple[npt.NDArray, npt.NDArray]:
+        """Rows to keep and where: every token seen so far is kept with equal probability (Vitter 1985, algorithm R)."""
+        size = self.sample.shape[1]
+        seen = self.tokens + np.arange(count)
+        places = np.where(seen < size, seen, self._rng.integers(0, seen + 1))
+        last = {int(place): row for row, place in enumerate(places) if place < size}  # a later one replaces an earlier
+        return np.array(list(last.values()), np.int64), np.array(list(last), np.int64)
+
+    def result(self, checkpoint: Checkpoint) -> Collected:
+        """The figures; reads every layer's weights once. UsageError if nothing was shown."""
+        if not self.tokens:
+            raise UsageError("there is no text to collect from: give more of it")
+        spec, kept = self._spec, min(self.tokens, self.sample.shape[1])
+        units = np.empty((spec.ffn, spec.ffn_parts, 1, spec.unit_width), np.float32)
+        mass = np.empty((spec.layers, spec.ffn), np.float32)
+        for layer in range(spec.layers):
+            checkpoint.fill_bundle(layer, units)
+            mass[layer] = contributions(spec, self.sample[layer, :kept], units[:, :, 0])
+        cosine = (self.cosine / self.tokens).astype(np.float32)
+        for index, lead in enumerate(LEADS):
+            cosine[max(0, spec.layers - lead) :, index] = np.nan
+        return Collected((self.live / self.tokens).astype(np.float32), mass, cosine, self.tokens)
+
+
+def contributions(spec: ModelSpec, hidden: Floats, units: Floats) -> Floats:
+    """Mean |activation| x |down row| of every neuron over hidden [T, D]; units [F, P, W] -> [F]."""
+    h = np.zeros((len(hidden), spec.unit_width), np.float32)
+    h[:, : spec.hidden] = hidden
+    h[:, spec.hidden : spec.hidden + 1] = 1  # the column of the biases, if there is one
+    kind, threshold = spec.activation.kind, spec.activation.threshold
+    found = np.empty(spec.ffn, np.float32)
+    for first in range(0, spec.ffn, CHUNK):
+        part = units[first : first + CHUNK]
+        values = activate(h @ part[:, 0].T, kind, threshold)
+        if spec.gated:
+            up = h @ part[:, 1].T
+            values = values * (activate(up, kind, threshold) if kind == "drelu" else up)
+        found[first : first + CHUNK] = np.abs(values).mean(axis=0) * np.linalg.norm(part[:, -1], axis=1)
+    return found
+
+
+def collect(
+    model: str,
+    config: EngineConfig,
+    windows: Sequence[Sequence[int]],  # token ids, each a text of its own
+    progress: Callable[[str, int, int], None],
+) -> tuple[Checkpoint, Collected]:
+    """Run the model over the windows, offloaded as `config` says, and count. The last token of a window is not seen."""
+    checkpoint = Checkpoint.open(model_folder(model, offline=config.offline, progress=progress))
+    counter = Counter(checkpoint.spec)
+    longest = max((len(window) for window in windows), default=1)
+    settings = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
+    with Engine.from_pretrained(model, progress=_but_prefill(progress), **settings | {"ctx": longest}) as engine:
+        engine.observe(counter.tell)
+        for done, window in enumerate(windows, start=1):
+            engine.generate(list(window), max_new_tokens=0)
+            progress("collect", done, len(windows))
+    return checkpoint, counter.result(checkpoint)
+
+
+def _but_prefill(progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+    return lambda stage, done, total: None if stage == "prefill" else progress(stage, done, total)
+
+
+def read_texts(source: Path) -> Iterator[str]:
+    """A file's text, or that of every .txt file below a folder, in the order of their names."""
+    paths = sorted(source.rglob("*.txt")) if source.is_dir() else [source]
+    if not paths:
+        raise UsageError(f"--text {source} holds no .txt file")
+    for path in paths:
+        try:
+            yield path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path} must be UTF-8, byte {error.start} is not") from error
+
+
+def windows_of(texts: Iterator[str], folder: Path, tokens: int, length: int) -> list[list[int]]:
+    """Token ids of the texts in windows of at most `length`, `tokens` in all."""
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise UsageError(f"{folder} has no tokenizer: give --ids instead of --text")
+    windows: list[list[int]] = []
+    left = tokens
+    for text in texts:
+        if left < 2:
+            break
+        ids = tokenizer.encode(text)[:left]
+        left -= len(ids)
+        windows += cut(ids, length)
+    return windows
+
+
+def cut(ids: Sequence[int], length: int) -> list[list[int]]:
+    """Consecutive windows of at most `length` ids; a rest of one is dropped, for its last token is never seen."""
+    pieces = [list(ids[first : first + length]) for first in range(0, len(ids), length)]
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def with_window(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """The settings with a window's length as context, if none was given."""
+    return config if config.ctx is not None else replace(config, ctx=min(WINDOW, spec.max_positions))
