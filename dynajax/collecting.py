@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,8 +115,8 @@ def collect(
     checkpoint = Checkpoint.open(model_folder(model, offline=config.offline, progress=progress))
     counter = Counter(checkpoint.spec)
     longest = max((len(window) for window in windows), default=1)
-    settings = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
-    with Engine.from_pretrained(model, progress=_but_prefill(progress), **settings | {"ctx": longest}) as engine:
+    settings: dict[str, Any] = asdict(replace(config, ctx=longest))
+    with Engine.from_pretrained(model, progress=_but_prefill(progress), **settings) as engine:
         engine.observe(counter.tell)
         for done, window in enumerate(windows, start=1):
             engine.generate(list(window), max_new_tokens=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +69,7 @@ def write_stats(
     fingerprint: str,
     frequency: npt.NDArray[np.float32],
     tokens: int,
-    **more: npt.NDArray[np.float32],  # mass and cosine
+    **more: Any,  # mass and cosine
 ) -> None:
     """Write the file beside its final name, then rename: readers see the old one or the new one, whole."""
     frequency = np.ascontiguousarray(frequency, dtype=np.float32)
