@@ -1,7 +1,6 @@
 """Model folders in the Hugging Face layout: names, config, shards, statistics. Never runs what it finds there."""
 
 from dynajax.checkpoint.files import Checkpoint
-from dynajax.checkpoint.mapping import expected
 from dynajax.checkpoint.names import resolve_model
 from dynajax.checkpoint.spec import read_spec
 from dynajax.checkpoint.stats import STATS_NAME, read_stats, stats_path, write_stats
@@ -9,7 +8,6 @@ from dynajax.checkpoint.stats import STATS_NAME, read_stats, stats_path, write_s
 __all__ = [
     "STATS_NAME",
     "Checkpoint",
-    "expected",
     "read_spec",
     "read_stats",
     "resolve_model",

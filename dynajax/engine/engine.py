@@ -131,13 +131,14 @@ class Engine:
         self._stopped = True
 
     def stats(self) -> dict[str, Any]:
-        """What the engine is and holds: names, memory, pool slots by layer, programs compiled."""
+        """What the engine is and holds: names, how it runs, memory, pool slots by layer, programs compiled."""
         parts = self._open_parts()
         return {
             "model": parts.prepared.model,
             "sparsity": parts.prepared.sparsity,
             "policy": parts.prepared.policy,
             "predictor": "none",
+            "host_mode": parts.prepared.host_mode,
             "memory": parts.memory_figures(),
             "pool_slots": list(parts.pool.slots),
             "programs": parts.prepared.programs.count,

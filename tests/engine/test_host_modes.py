@@ -41,7 +41,7 @@ def opened(folder, mode: str, **config) -> Engine:
 
 
 def mode_of(engine: Engine) -> str:
-    return engine._parts.prepared.host_mode
+    return engine.stats()["host_mode"]
 
 
 @pytest.mark.parametrize("kind", ["relu", "drelu", "silu"])
