@@ -6,10 +6,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
-from dynajax.cli import device_env, prompts
+from dynajax.cli import device_env
 from dynajax.cli.generate import watch
 from dynajax.cli.options import EngineFlags, OutputFlags
 from dynajax.cli.output import note, progress, table, write_json, write_out
@@ -40,6 +39,7 @@ def collect_stats(
     context.obj.hold()
     from dynajax import collecting
     from dynajax.checkpoint import read_spec, write_stats
+    from dynajax.cli import prompts
     from dynajax.model_folder import model_folder
 
     with closing(progress()) as report:
@@ -61,21 +61,22 @@ def collect_stats(
         mass=found.mass,
         cosine=found.cosine,
     )
-    density, alike = found.frequency.mean(axis=1), found.cosine
+    density = found.frequency.mean(axis=1).tolist()
+    alike = [[None if value != value else value for value in row] for row in found.cosine.tolist()]  # NaN to None
     if output.json:
         write_json(
             {
                 "model": engine.model,
                 "out": str(out),
                 "tokens": found.tokens,
-                "density": density.tolist(),
-                "cosine": [[None if np.isnan(value) else float(value) for value in row] for row in alike],
+                "density": density,
+                "cosine": alike,
             }
         )
         return
     rows = [("layer", "live    cosine with the next, second, third")]
     for layer, (share, row) in enumerate(zip(density, alike, strict=True)):
-        figures = "  ".join("  n/a" if np.isnan(value) else f"{value:.3f}" for value in row)
+        figures = "  ".join("  n/a" if value is None else f"{value:.3f}" for value in row)
         rows.append((str(layer), f"{share:6.1%}  {figures}"))
     write_out(table(rows) + "\n")
     note(f"{found.tokens} tokens, written to {out}")
