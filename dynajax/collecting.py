@@ -14,7 +14,6 @@ from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig, ModelSpec
 from dynajax.engine import Engine
 from dynajax.errors import StorageError, UsageError
-from dynajax.model_folder import model_folder
 from dynajax.text import load_tokenizer
 from hostcompute.reference import activate
 
@@ -107,16 +106,17 @@ def contributions(spec: ModelSpec, hidden: Floats, units: Floats) -> Floats:
 
 def collect(
     model: str,
+    folder: Path,  # where it is
     config: EngineConfig,
     windows: Sequence[Sequence[int]],  # token ids, each a text of its own
     progress: Callable[[str, int, int], None],
 ) -> tuple[Checkpoint, Collected]:
     """Run the model over the windows, offloaded as `config` says, and count. The last token of a window is not seen."""
-    checkpoint = Checkpoint.open(model_folder(model, offline=config.offline, progress=progress))
+    checkpoint = Checkpoint.open(folder)
     counter = Counter(checkpoint.spec)
     longest = max((len(window) for window in windows), default=1)
     settings: dict[str, Any] = asdict(replace(config, ctx=longest))
-    with Engine.from_pretrained(model, progress=_but_prefill(progress), **settings) as engine:
+    with Engine.from_pretrained(model, folder=folder, progress=_but_prefill(progress), **settings) as engine:
         engine.observe(counter.tell)
         for done, window in enumerate(windows, start=1):
             engine.generate(list(window), max_new_tokens=0)

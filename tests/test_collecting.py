@@ -42,7 +42,7 @@ def plain(model):
 
 @pytest.mark.parametrize("policy", ["none", "static"])
 def test_frequencies_are_those_of_the_decoder(model, plain, policy):
-    checkpoint, found = collect(str(model), EngineConfig(ctx=32, policy=policy), WINDOWS, quiet)
+    checkpoint, found = collect(str(model), model, EngineConfig(ctx=32, policy=policy), WINDOWS, quiet)
     frequency, tokens = plain
     assert found.tokens == tokens
     assert np.abs(found.frequency - frequency).max() <= 1.01 / tokens  # a gate at its threshold may fall either way
@@ -52,7 +52,7 @@ def test_frequencies_are_those_of_the_decoder(model, plain, policy):
 
 
 def test_the_file_steers_placement(model, tmp_path):
-    checkpoint, found = collect(str(model), EngineConfig(ctx=32), WINDOWS, quiet)
+    checkpoint, found = collect(str(model), model, EngineConfig(ctx=32), WINDOWS, quiet)
     path = tmp_path / "stats.npz"
     write_stats(
         path,

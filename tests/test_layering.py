@@ -82,7 +82,7 @@ TABLE = {
     ),
     "cli.fetch": row("fetch config", "typer"),
     "cli.training": row("training config", "typer"),
-    "collecting": row("checkpoint config engine model_folder text hostcompute.reference", "numpy"),
+    "collecting": row("checkpoint config engine text hostcompute.reference", "numpy"),
     "cli.collecting": row("collecting checkpoint config model_folder", "typer numpy"),
     "cli.verify": row("verify", "typer"),
     "hostcompute": row("", "numpy"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from dynajax.cli.generate import watch
 from dynajax.cli.options import EngineFlags, OutputFlags
 from dynajax.cli.output import note, progress, table, write_json, write_out
 from dynajax.errors import UsageError
+
+if TYPE_CHECKING:
+    from dynajax.collecting import Collected
 
 
 def collect_stats(
@@ -52,31 +55,30 @@ def collect_stats(
             windows = collecting.windows_of(collecting.read_texts(text), folder, tokens, length)
         else:
             windows = collecting.cut(prompts.prompt_ids(ids or "", spec, 0)[:tokens].tolist(), length)
-        checkpoint, found = collecting.collect(engine.model, config, windows, step)
-    write_stats(
-        out,
-        fingerprint=checkpoint.fingerprint(),
-        frequency=found.frequency,
-        tokens=found.tokens,
-        mass=found.mass,
-        cosine=found.cosine,
-    )
-    density = found.frequency.mean(axis=1).tolist()
-    alike = [[None if value != value else value for value in row] for row in found.cosine.tolist()]  # NaN to None
+        checkpoint, found = collecting.collect(engine.model, folder, config, windows, step)
+    figures = {"frequency": found.frequency, "mass": found.mass, "cosine": found.cosine}
+    write_stats(out, fingerprint=checkpoint.fingerprint(), tokens=found.tokens, **figures)
     if output.json:
-        write_json(
-            {
-                "model": engine.model,
-                "out": str(out),
-                "tokens": found.tokens,
-                "density": density,
-                "cosine": alike,
-            }
-        )
+        head = {"model": engine.model, "out": str(out), "tokens": found.tokens}
+        write_json(head | {"density": _density(found), "cosine": _cosine(found)})
         return
+    write_out(_table(found) + "\n")
+    note(f"{found.tokens} tokens, written to {out}")
+
+
+def _density(found: Collected) -> list[float]:
+    return found.frequency.mean(axis=1).tolist()
+
+
+def _cosine(found: Collected) -> list[list[float | None]]:
+    """[L][3]; None beyond the last layer, where the figures are NaN."""
+    return [[None if value != value else value for value in row] for row in found.cosine.tolist()]
+
+
+def _table(found: Collected) -> str:
+    """The figures by layer, for people."""
     rows = [("layer", "live    cosine with the next, second, third")]
-    for layer, (share, row) in enumerate(zip(density, alike, strict=True)):
+    for layer, (share, row) in enumerate(zip(_density(found), _cosine(found), strict=True)):
         figures = "  ".join("  n/a" if value is None else f"{value:.3f}" for value in row)
         rows.append((str(layer), f"{share:6.1%}  {figures}"))
-    write_out(table(rows) + "\n")
-    note(f"{found.tokens} tokens, written to {out}")
+    return table(rows)

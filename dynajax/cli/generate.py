@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +19,6 @@ from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
     from dynajax.budget import MemoryPlan
-    from dynajax.config import EngineConfig
     from dynajax.sampling import SamplingParams
 
 
@@ -83,8 +83,11 @@ def generate(
     params, config = sampling.params(), engine.config()
     device_env.configure(config.vram_budget)
     interrupts: Interrupts = context.obj
+    from dynajax.model_folder import model_folder
+
     with closing(progress()) as report:
-        given, ctx_tokens = read_prompt(engine.model, prompt, params, config, report)
+        folder = model_folder(engine.model, offline=config.offline, progress=report)
+    given, ctx_tokens = read_prompt(engine.model, folder, prompt, params, config.ctx)
     interrupts.hold()
     from dynajax import Engine
 
@@ -93,7 +96,7 @@ def generate(
         settings["on_plan"] = show_plan
     with (
         closing(progress()) as report,
-        Engine.from_pretrained(engine.model, progress=watch(report, interrupts), **settings) as llm,
+        Engine.from_pretrained(engine.model, folder=folder, progress=watch(report, interrupts), **settings) as llm,
     ):
         interrupts.ask(llm.stop)
         with closing(Answer(stream=not show.no_stream and not show.json, silent=show.json)) as answer:
@@ -113,17 +116,15 @@ def generate(
 
 
 def read_prompt(
-    model: str, prompt: PromptFlags, params: SamplingParams, config: EngineConfig, report: Progress
+    model: str, folder: Path, prompt: PromptFlags, params: SamplingParams, ctx: int | None
 ) -> tuple[str | list[int], int]:
-    """The prompt as the engine takes it, and the context: --ctx, or what prompt and answer need.
+    """The prompt as the engine takes it, and the context: `ctx`, or what prompt and answer need.
 
-    Downloads the model if need be, but reads config and tokenizer only: a prompt that does not fit costs no loading.
+    Reads config and tokenizer only, so that a prompt that does not fit costs no loading.
     """
     from dynajax.checkpoint import read_spec
     from dynajax.cli import prompts
-    from dynajax.model_folder import model_folder
 
-    folder, ctx = model_folder(model, offline=config.offline, progress=report), config.ctx
     spec = read_spec(folder)
     if prompt.prompt_ids is not None:
         given = ids = prompts.prompt_ids(prompt.prompt_ids, spec, params.seed or 0).tolist()

@@ -87,7 +87,7 @@ def progress() -> Progress:
 
 
 class Lines:
-    """A line when a stage ends, and every few seconds while it lasts; planning speaks only if it takes that long."""
+    """A line when a stage ends, and every few seconds while it lasts; planning says nothing."""
 
     def __init__(self, every_s: float = LINE_EVERY_S):
         self._every_s = every_s
@@ -95,8 +95,9 @@ class Lines:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        ended = done >= total and stage != PLANNING
-        if self._said_s is not None and (ended or now - self._said_s >= self._every_s):
+        if stage == PLANNING or self._said_s is None:
+            return
+        if done >= total or now - self._said_s >= self._every_s:
             self._said_s = now
             note(f"{stage}: {done}/{total}{UNITS.get(stage, '')}")
 

@@ -7,6 +7,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -48,19 +49,21 @@ class Engine:
         cls,
         model: str,
         *,
+        folder: Path | None = None,
         progress: Progress | None = None,
         on_plan: Callable[[MemoryPlan], None] | None = None,
         **settings: Any,
     ) -> Self:
         """Open a model by alias or folder; settings are the fields of EngineConfig.
 
-        `on_plan` is called with the memory plan before anything is allocated, `progress` with (stage, done, total) of
-        the stages compile, load, place and, later, prefill. Raises a DynajaxError (see dynajax.errors) before anything
-        is allocated if the model is damaged, a setting is out of range or the budget is too small.
+        `folder`: where the model is, if that was found out already. `on_plan` is called with the memory plan before
+        anything is allocated, `progress` with (stage, done, total) of the stages compile, load, place and, later,
+        prefill. Raises a DynajaxError (see dynajax.errors) before anything is allocated if the model is damaged, a
+        setting is out of range or the budget is too small.
         """
         config = _record(EngineConfig, settings)
         with translated_errors():
-            return cls(open_parts(model, config, progress or _silent, on_plan or (lambda plan: None)))
+            return cls(open_parts(model, config, progress or _silent, on_plan or (lambda plan: None), folder))
 
     @property
     def last_result(self) -> Result:

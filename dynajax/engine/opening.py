@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ from dynajax.model_folder import model_folder
 from dynajax.pool import DevicePool
 from dynajax.text import Tokenizer, load_tokenizer
 from dynajax.transfer import Transfer, fill_pool
-from hostcompute import default_threads, open_pool
+from hostcompute import HostPool, NumpyPool, default_threads, open_pool
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +103,11 @@ def open_parts(
     config: EngineConfig,
     progress: Callable[[str, int, int], None],
     on_plan: Callable[[MemoryPlan], None],
+    folder: Path | None = None,  # where the model is, if that was found out already
 ) -> Parts:
     """Plan, then load. Nothing is allocated before model, settings and budget are known to be good."""
-    folder = model_folder(model, offline=config.offline, progress=progress)
+    if folder is None:
+        folder = model_folder(model, offline=config.offline, progress=progress)
     checkpoint = Checkpoint.open(folder)
     prepared = prepare(model, config, folder=folder, fingerprint=checkpoint.fingerprint(), progress=progress)
     on_plan(prepared.memory)
@@ -117,6 +120,31 @@ def host_threads(config: EngineConfig) -> int:
     if config.threads is not None and config.threads > cpus:
         log.warning("--threads %d on %d CPUs: the threads will wait for each other", config.threads, cpus)
     return config.threads or default_threads()
+
+
+def load_units(
+    checkpoint: Checkpoint,
+    prepared: Prepared,
+    pool: DevicePool,
+    host: HostPool | NumpyPool,
+    on_loaded: Callable[[int], None],
+    on_placed: Callable[[int], None],
+) -> HostStore:
+    """Read every layer's units and fill the pool -> the host's store, which is empty if all are on the device."""
+    spec, programs, dtype = checkpoint.spec, prepared.programs, prepared.host_dtype
+    if prepared.host_mode != "resident":
+        store = load_store(checkpoint, dtype, on_loaded)
+        fill_pool(Transfer(store, pool, programs, host, prepared.fill_piece), pool, prepared.placement, on_placed)
+        return store
+    store = one_arena(spec, dtype)
+
+    def load(layer: int) -> None:
+        """A layer's units into the arena that serves every layer."""
+        checkpoint.fill_bundle(layer, store.arenas[0])
+        on_loaded(layer)
+
+    fill_pool(Transfer(store, pool, programs, host, prepared.fill_piece), pool, prepared.placement, on_placed, load)
+    return HostStore(())
 
 
 def load_parts(
@@ -138,26 +166,11 @@ def load_parts(
     weights = load_dense(checkpoint, programs, device, prepared.host_dtype, loaded(0))
     pool = DevicePool(placement.slots, spec.ffn_parts, 1, spec.unit_width, programs.shapes.pool_type, spec.ffn)
     host = open_pool(host_threads(config))
-    resident = prepared.host_mode == "resident"
-    store = (
-        one_arena(spec, prepared.host_dtype)
-        if resident
-        else load_store(checkpoint, prepared.host_dtype, loaded(spec.layers))
-    )
-    transfer = Transfer(store, pool, programs, host, prepared.fill_piece)
-    shared = store.arenas[0]
-
-    def load(layer: int) -> None:
-        """A layer's units into the arena that serves every layer."""
-        checkpoint.fill_bundle(layer, shared)
-        loaded(spec.layers)(layer)
 
     def placed(layer: int) -> None:
         progress("place", layer + 1, spec.layers)
 
-    fill_pool(transfer, pool, placement, placed, load if resident else None)
-    if resident:
-        store = HostStore(())
+    store = load_units(checkpoint, prepared, pool, host, loaded(spec.layers), placed)
     cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")
     layers = runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
     if prepared.host is not None:
