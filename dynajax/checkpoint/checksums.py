@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from dynajax.checkpoint.drafts import draft_file
 from dynajax.checkpoint.json_file import read_json
 from dynajax.checkpoint.paths import stray_link
 from dynajax.checkpoint.wording import listing, located, quoted
-from dynajax.errors import ModelError, StorageError
+from dynajax.errors import ModelError
 
 CHECKSUMS_NAME = "checksums.json"
 VERSION = 1
@@ -28,18 +29,8 @@ def write_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
         raise ValueError(f"checksums must be 64 hex digits, those of {listing(bad)} are not")
     text = json.dumps({"version": VERSION, "tensors": dict(sorted(checksums.items()))}, indent=0) + "\n"
     path = folder / CHECKSUMS_NAME
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with draft.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write {located(path)}: {error.strerror or error}") from error
+    with draft_file(path, len(text)) as file:
+        file.write(text.encode())
 
 
 def read_checksums(folder: Path) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: written under a hidden name beside the final one, then renamed."""
+"""Files and folders that are whole or not there: written under a hidden name beside the final one, then renamed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,33 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from dynajax.checkpoint.wording import located
 from dynajax.errors import StorageError, UsageError
 
 DRAFT_SUFFIX = ".partial"
+
+
+@contextmanager
+def draft_file(path: Path, needed_bytes: int) -> Generator[BinaryIO, None, None]:
+    """A file beside `path` that takes its place if the block ends well: readers see the old one or the new one, whole.
+
+    StorageError, which names `needed_bytes`, if it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with draft.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StorageError(f"cannot write {located(path)} ({needed_bytes} bytes): {reason}") from error
 
 
 @contextmanager

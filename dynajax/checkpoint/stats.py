@@ -7,7 +7,6 @@ neuron was live), tokens (int, how many were counted); and, if `collect-stats` w
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.checkpoint.drafts import draft_file
 from dynajax.checkpoint.wording import located, plain, quoted
 from dynajax.config import ModelSpec
 from dynajax.errors import MismatchError, StorageError
@@ -75,19 +75,8 @@ def write_stats(
     frequency = np.ascontiguousarray(frequency, dtype=np.float32)
     if frequency.ndim != 2 or (problem := _problem(frequency, tokens, frequency.shape)):
         raise ValueError(problem if frequency.ndim == 2 else f"frequency must be [L, F], got {frequency.shape}")
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with draft.open("wb") as file:
-                np.savez(file, version=VERSION, fingerprint=fingerprint, frequency=frequency, tokens=tokens, **more)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        needed = frequency.nbytes + _OVERHEAD_BYTES
-        raise StorageError(f"cannot write {located(path)} ({needed} bytes): {error.strerror or error}") from error
+    with draft_file(path, frequency.nbytes + _OVERHEAD_BYTES) as file:
+        np.savez(file, version=VERSION, fingerprint=fingerprint, frequency=frequency, tokens=tokens, **more)
 
 
 def _problem(frequency: npt.NDArray, tokens: object, shape: tuple[int, ...]) -> str | None:

@@ -246,6 +246,10 @@ def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tupl
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if platform == "cpu" else spec.dtype
+    if platform == "cpu" and DTYPE_BYTES[dtype] == 2 and (reason := ffi.unavailable()) is not None:
+        log.warning(
+            "--dtype %s is many times slower than float32 here, the kernels for it are missing: %s", dtype, reason
+        )
     host_dtype = config.host_dtype
     if host_dtype == "auto":
         host_dtype = spec.dtype if dtype == "float32" else dtype

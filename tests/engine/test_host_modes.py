@@ -9,6 +9,7 @@ import pytest
 from dynajax import Engine
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
+from dynajax.engine.planning import resolve_dtypes
 from dynajax.errors import UsageError
 from dynajax.programs import Programs
 from dynajax.testing.families import write
@@ -233,3 +234,13 @@ def test_an_engine_that_is_closed_lets_go_of_the_others(folders):
     first.close()
     assert second.generate(PROMPT, max_new_tokens=4).token_ids == expected
     second.close()
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", True), ("float16", True), ("float32", False)])
+def test_a_16_bit_type_without_its_kernels_says_that_it_is_slow(monkeypatch, caplog, dtype, said):
+    config = EngineConfig(dtype=dtype)
+    assert resolve_dtypes(config, SPECS["relu"], "cpu")[0] == dtype
+    assert not caplog.records
+    monkeypatch.setattr("hostcompute.ffi.unavailable", lambda: "no library")
+    resolve_dtypes(config, SPECS["relu"], "cpu")
+    assert [record.message.endswith("are missing: no library") for record in caplog.records] == [True] * said
