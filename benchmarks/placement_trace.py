@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from benchmarks.layers import Layers, layers_of
 from dynajax.checkpoint import Checkpoint
-from dynajax.models.decoder import Decoder, add_ffn, embed
+from dynajax.models.decoder import Decoder
 from dynajax.testing import load_decoder
+from predictors.lowbit import dequantise, quantise
 
 TOKENS = 256  # a document
 BATCH = 8
-GROUP = 32  # inputs that share a scale in the 1-bit gate
 PULL = 5.0  # tokens that a neuron's own calibration curve has to outweigh
 NEWTON_STEPS = 10
 
 F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+Run = Callable[[npt.NDArray], Layers]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +33,7 @@ class Trace:
     """What the replay needs: the test documents, and statistics from other text."""
 
     live: Bools  # [docs, T, L, F]
-    score: npt.NDArray[
-        np.uint8
-    ]  # [docs, T, L, F] calibrated probabilities x 255, predicted a layer ahead; 0 in layer 0
+    score: npt.NDArray[np.uint8]  # [docs, T, L, F] probabilities x 255, predicted a layer ahead; 0 in layer 0
     frequency: F32  # [L, F] share of the other text's tokens
     mass: F32  # [L, F] mean |act| x |down row| where live, mean 1 a layer
 
@@ -53,63 +52,42 @@ def record(folder: Path, ids: Mapping[str, npt.NDArray[np.integer]], count: int)
     if model.spec.activation.kind != "relu":
         raise ValueError(f"live sets are those of relu, the model has {model.spec.activation.kind}")
     test, other = documents(ids, count)
-    run = _runner(model)
-    stream, norm = _stacked(run, other)
-    live = np.stack([part > 0 for part in norm], axis=2)
+    run = layers_of(model)
+    stream, parts = _stacked(run, other)
+    live = np.stack(parts, axis=2)
     residual = [np.zeros(stream[0].shape[-1], np.float32)]
     residual += [(b - a).mean(axis=(0, 1)) for a, b in pairwise(stream)]
     predict = _one_bit(model, residual)
     curves = [calibrate(predict(i, stream[i - 1]), live[:, :, i]) for i in range(1, len(stream))]
     mass = _masses(model, run, other)
     frequency = live.mean(axis=(0, 1)).astype(np.float32)
-    del stream, norm, live
-    stream, gates = _stacked(run, test)
-    score = np.zeros((*gates[0].shape[:2], len(gates), gates[0].shape[2]), np.uint8)
+    del stream, parts, live
+    stream, parts = _stacked(run, test)
+    live = np.stack(parts, axis=2)
+    score = np.zeros(live.shape, np.uint8)
     for i, (slope, shift) in enumerate(curves, start=1):
         score[:, :, i] = np.rint(255 / (1 + np.exp(-(slope * predict(i, stream[i - 1]) + shift))))
-    return Trace(np.stack([gate > 0 for gate in gates], axis=2), score, frequency, mass)
+    return Trace(live, score, frequency, mass)
 
 
-def _runner(model: Decoder):
-    """Jitted: tokens [B, T] -> streams [B, T, D] after attention, gates and |act| [B, T, F]; lists over layers."""
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def run(state, tokens):
-        whole = nnx.merge(graphdef, state)
-        spec = whole.spec
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-        x = embed(spec, whole.embed[...], None if whole.positions is None else whole.positions[...], tokens, positions)
-        streams, gates, acts = [], [], []
-        for attend, ffn in zip(whole.attention, whole.ffn, strict=True):
-            x, h = attend(x, positions)
-            streams.append(x)
-            y, gate = ffn(h)
-            up = jnp.einsum("BTD,FD->BTF", h, ffn.up[...])
-            acts.append(jnp.abs(jax.nn.relu(gate) * up))
-            gates.append(gate)
-            x = add_ffn(spec, x, y)
-        return streams, gates, acts
-
-    return lambda tokens: run(state, tokens)
-
-
-def _stacked(run, ids: npt.NDArray) -> tuple[list[F32], list[F32]]:
-    parts = [jax.device_get(run(ids[i : i + BATCH])[:2]) for i in range(0, len(ids), BATCH)]
-    streams, gates = zip(*parts, strict=True)
+def _stacked(run: Run, ids: npt.NDArray) -> tuple[list[F32], list[Bools]]:
+    """Streams [docs, T, D] and live sets [docs, T, F], lists over layers."""
+    found = [run(ids[i : i + BATCH]) for i in range(0, len(ids), BATCH)]
+    parts = [jax.device_get((layers.streams, layers.live)) for layers in found]
+    streams, live = zip(*parts, strict=True)
     return (
         [np.concatenate(layer) for layer in zip(*streams, strict=True)],
-        [np.concatenate(layer) for layer in zip(*gates, strict=True)],
+        [np.concatenate(layer) for layer in zip(*live, strict=True)],
     )
 
 
-def _masses(model: Decoder, run, ids: npt.NDArray) -> F32:
+def _masses(model: Decoder, run: Run, ids: npt.NDArray) -> F32:
     """E |act| x |down row| of a neuron over the tokens where it is live, scaled to mean 1 in each layer."""
     total, count = 0.0, 0.0
     for i in range(0, len(ids), BATCH):
-        acts = [np.asarray(act) for act in run(ids[i : i + BATCH])[2]]
-        total = total + np.stack([act.sum(axis=(0, 1)) for act in acts])
-        count = count + np.stack([(act > 0).sum(axis=(0, 1)) for act in acts])
+        layers = run(ids[i : i + BATCH])
+        total = total + np.stack([np.abs(values).sum(axis=(0, 1)) for values in layers.values])
+        count = count + np.stack([np.asarray(live).sum(axis=(0, 1)) for live in layers.live])
     rows = np.stack([np.linalg.norm(_array(ffn.down), axis=1) for ffn in model.ffn])
     mass = total / np.maximum(count, 1) * rows
     return (mass / mass.mean(axis=1, keepdims=True)).astype(np.float32)
@@ -126,13 +104,11 @@ def _one_bit(model: Decoder, residual: list[F32]):
     spec = model.spec
 
     def predict(layer: int, before: F32) -> F32:
-        gate = _array(model.ffn[layer].gate)
-        groups = gate.reshape(len(gate), -1, GROUP)
-        signs = np.where(groups < 0, -1, 1) * np.abs(groups).mean(axis=2, keepdims=True)
+        gate = dequantise(quantise(_array(model.ffn[layer].gate), 1))
         x = before + residual[layer]
         x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + spec.norm_eps)
         x = x * _array(model.attention[layer].ffn_norm)
-        return (x @ signs.reshape(gate.shape).T).astype(np.float32)
+        return (x @ gate.T).astype(np.float32)
 
     return predict
 

@@ -16,15 +16,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from flax import nnx
 
 from benchmarks.bandwidth import machine
+from benchmarks.layers import layers_of
 from dynajax.checkpoint import Checkpoint
-from dynajax.models.decoder import Decoder, add_ffn, embed
-from dynajax.ops.ffn import combine
+from dynajax.models.decoder import Decoder
 from dynajax.testing import load_decoder
 from dynajax.text import load_tokenizer
 from predictors.calibration import recall_at
@@ -62,25 +60,14 @@ def texts(model: Path, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[n
 
 def runner(model: Decoder):
     """tokens [B, T] -> streams and inputs [B*T, D], live [B*T, F]; NumPy lists over layers."""
-    graphdef, state = nnx.split(model)
+    run = layers_of(model)
 
-    @jax.jit
-    def run(state, tokens):
-        whole = nnx.merge(graphdef, state)
-        spec = whole.spec
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-        x = embed(spec, whole.embed[...], None, tokens, positions)
-        streams, inputs, live = [], [], []
-        for attend, ffn in zip(whole.attention, whole.ffn, strict=True):
-            x, h = attend(x, positions)
-            y, gate = ffn(h)
-            streams.append(x.reshape(-1, spec.hidden))
-            inputs.append(h.reshape(-1, h.shape[-1]))
-            live.append(combine(gate, gate, spec.activation)[1].reshape(-1, spec.ffn))
-            x = add_ffn(spec, x, y)
-        return streams, inputs, live
+    def flat(tokens: npt.NDArray[np.int32]) -> list[list[npt.NDArray]]:
+        layers = run(tokens)
+        parts = jax.device_get((layers.streams, layers.inputs, layers.live))
+        return [[array.reshape(-1, array.shape[-1]) for array in part] for part in parts]
 
-    return lambda tokens: jax.device_get(run(state, tokens))
+    return flat
 
 
 def batches(ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.int32]]:
