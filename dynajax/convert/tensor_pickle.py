@@ -72,6 +72,9 @@ _NAMES = {
 _NAMES |= dict.fromkeys(("torch.storage.TypedStorage", "torch.TypedStorage"), _Name("storage"))
 
 
+_NAME_LINES = {"stringnl": 1, "stringnl_noescape": 1, "stringnl_noescape_pair": 2}
+
+
 def load(raw: bytes, where: str) -> object:
     """What the pickle describes: Ordered, dict, list, tuple, str, numbers, None, View and Storage.
 
@@ -85,7 +88,8 @@ def load(raw: bytes, where: str) -> object:
             if opcode is None:
                 raise machine.refused(f"byte {quoted(code)} is no pickle instruction")
             action = _ACTIONS.get(opcode.name)
-            argument = opcode.arg.reader(file) if opcode.arg is not None and (action or opcode.name == "INST") else None
+            wanted = opcode.arg is not None and (action or opcode.name == "INST")
+            argument = _argument(opcode.arg, file) if wanted else None
             if action is None:
                 raise machine.forbidden(opcode.name, argument)
             action(machine, argument)
@@ -96,6 +100,17 @@ def load(raw: bytes, where: str) -> object:
     if file.read(1) or len(machine.stack) != 1 or machine.marks:
         raise machine.refused("it does not end where it should")
     return machine.stack[0]
+
+
+def _argument(kind: pickletools.ArgumentDescriptor, file: io.BytesIO) -> Any:
+    """What follows an instruction. Names with a backslash are refused: the library would undo escapes in them, and
+    warns of those that it does not know."""
+    start = file.tell()
+    for _ in range(_NAME_LINES.get(kind.name, 0)):
+        if b"\\" in file.readline():
+            raise ValueError("a name with a backslash")
+    file.seek(start)
+    return kind.reader(file)
 
 
 class _Machine:

@@ -313,6 +313,14 @@ def test_mutations_give_the_right_values_or_an_error(tmp_path, data):
     np.testing.assert_array_equal(found["b"], VALUES.reshape(6, 4).T)
 
 
+@pytest.mark.parametrize("code", [b"c", b"i"])
+@pytest.mark.parametrize("name", [rb"torch\o" + b"\nX\n", b"torch\n" + rb"\x41" + b"\n"])
+def test_a_backslash_in_a_name_is_refused_and_not_undone(tmp_path, code, name):
+    path = save_zip(tmp_path / "m.bin", b"\x80\x02(" + code + name + b".", {"0": VALUES})
+    with pytest.raises(ModelError, match="a name with a backslash"):
+        _ = TorchFile.open(path).tensors
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated_pickles_end_in_a_model_error_or_in_tensors(tmp_path, data):
