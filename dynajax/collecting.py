@@ -13,14 +13,17 @@ import numpy.typing as npt
 from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig, ModelSpec
 from dynajax.engine import Engine
+from dynajax.engine.observing import Seen
 from dynajax.errors import StorageError, UsageError
 from dynajax.text import load_tokenizer
 from hostcompute.reference import activate
+from predictors.calibration import top_mask
 
 Floats = npt.NDArray[np.float32]
 LEADS = (1, 2, 3)
 SAMPLE = 512  # tokens from which the contributions are computed
 WINDOW = 512  # tokens read at a time; each window is a text of its own
+DENSITY = 0.5  # share of a token's units that is wanted where none is zero
 CHUNK = 1024  # neurons whose contributions are computed at a time
 
 
@@ -28,10 +31,36 @@ CHUNK = 1024  # neurons whose contributions are computed at a time
 class Collected:
     """What was found over `tokens` tokens of L layers with F neurons."""
 
-    frequency: Floats  # [L, F] share of the tokens for which the neuron was live
+    frequency: Floats  # [L, F] share of the tokens for which the neuron was live, see `Wanted`
     mass: Floats  # [L, F] mean of |activation| x |down row|, over a sample of the tokens
     cosine: Floats  # [L, 3] mean cosine of a layer's FFN input with that 1, 2, 3 layers on; NaN beyond the last
     tokens: int
+
+
+class Wanted:
+    """Which units count as live: those whose activation is not zero. Where none is, as with silu: of every token the
+    share `density` of the units that contribute most, by |value| x |down row|."""
+
+    def __init__(self, checkpoint: Checkpoint, density: float):
+        self.density = None if checkpoint.spec.activation.has_zeros else density
+        self._norms = [] if self.density is None else down_norms(checkpoint)
+
+    def __call__(self, seen: Seen) -> npt.NDArray[np.bool_]:
+        """[T, F]"""
+        if self.density is None:
+            return seen.live
+        assert seen.values is not None, "watch the engine with values=True"
+        return top_mask(seen.values * self._norms[seen.layer], self.density)
+
+
+def down_norms(checkpoint: Checkpoint) -> list[Floats]:
+    """Length of every unit's down row [F], by layer; reads all units once."""
+    spec = checkpoint.spec
+    units, norms = np.empty((spec.ffn, spec.ffn_parts, 1, spec.unit_width), np.float32), []
+    for layer in range(spec.layers):
+        checkpoint.fill_bundle(layer, units)
+        norms.append(np.linalg.norm(units[:, -1, 0], axis=1))
+    return norms
 
 
 class Counter:
@@ -110,21 +139,36 @@ def collect(
     config: EngineConfig,
     windows: Sequence[Sequence[int]],  # token ids, each a text of its own
     progress: Callable[[str, int, int], None],
+    density: float = DENSITY,  # see `Wanted`
 ) -> tuple[Checkpoint, Collected]:
     """Run the model over the windows, offloaded as `config` says, and count. The last token of a window is not seen."""
     checkpoint = Checkpoint.open(folder)
-    counter = Counter(checkpoint.spec)
+    counter, wanted = Counter(checkpoint.spec), Wanted(checkpoint, density)
     longest = max((len(window) for window in windows), default=1)
-    settings: dict[str, Any] = asdict(replace(config, ctx=longest))
-    with Engine.from_pretrained(model, folder=folder, progress=_but_prefill(progress), **settings) as engine:
-        engine.observe(counter.tell)
+    settings: dict[str, Any] = asdict(replace(undisturbed(config), ctx=longest))
+    with Engine.from_pretrained(model, folder=folder, progress=but_prefill(progress), **settings) as engine:
+        engine.watch(
+            lambda seen: counter.tell(seen.layer, seen.hidden, wanted(seen)), values=wanted.density is not None
+        )
         for done, window in enumerate(windows, start=1):
             engine.generate(list(window), max_new_tokens=0)
             progress("collect", done, len(windows))
     return checkpoint, counter.result(checkpoint)
 
 
-def _but_prefill(progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+def undisturbed(config: EngineConfig) -> EngineConfig:
+    """The settings under which what is seen is the model's own: nothing is guessed and nothing moves. UsageError if
+    something else was asked for."""
+    if config.sparsity == "predicted" or config.policy not in ("auto", "static", "none"):
+        raise UsageError(
+            f"a model is observed without predictions: --sparsity {config.sparsity} --policy {config.policy} is for "
+            "generating; leave both out"
+        )
+    return replace(config, predictor="none", policy="static" if config.policy == "auto" else config.policy)
+
+
+def but_prefill(progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+    """Progress without that of the windows, which are many and short."""
     return lambda stage, done, total: None if stage == "prefill" else progress(stage, done, total)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -13,11 +13,12 @@ ActivationKind = Literal["relu", "fatrelu", "silu", "drelu"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 NormKind = Literal["rms", "layer"]
 Layout = Literal["llama", "opt", "falcon"]
-Sparsity = Literal["auto", "dense", "exact"]
+Sparsity = Literal["auto", "dense", "exact", "predicted"]
 HostMode = Literal["auto", "threads", "callback", "ffi"]
-PolicyName = Literal["auto", "static", "none"]
 DTypeName = Literal["float32", "float16", "bfloat16"]
 NeuronPolicy = Literal["dynamic", "macro+micro", "macro", "micro", "static", "lru", "none"]
+PolicyName = Literal["auto", NeuronPolicy]
+StagingName = Literal["auto", "pinned_host", "registered", "plain"]
 SwapRule = Literal["gain", "paper"]
 Ranking = Literal["score", "flag"]
 
@@ -32,6 +33,13 @@ def check_number(name: str, value: Any, low: float, high: float, *, whole: bool 
         what = "an integer" if whole else "a number"
         bounds = f">= {low:g}" if high >= 2**31 else f"between {low:g} and {high:g}"
         raise UsageError(f"{name} must be {what} {bounds}, got {value!r}")
+
+
+def check_share(name: str, value: Any) -> None:
+    """UsageError that names the setting unless value is a number in (0, 1]."""
+    check_number(name, value, 0, 1)
+    if value == 0:
+        raise UsageError(f"{name} must be above 0, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +179,10 @@ class EngineConfig:
     vram_budget: "auto", a size ("8GiB"), a share of free device memory ("0.85"), or bytes as an int.
     ctx: KV cache length in tokens. batch: rows decoded together. threads: host compute threads.
     stats: "auto", "none" or an activation statistics file, from which neurons are placed.
-    deterministic promises what always holds in this version: for the same `threads` two runs are equal bit for bit.
+    predictor: "auto", "mlp", "gate", "none" or the folder of trained ones. staging: how units are sent to the device.
+    set: constants of the policy, as a mapping or as NAME=VALUE (see PolicyConfig).
+    deterministic: plans go by fixed costs and are always waited for, so that for the same `threads` two runs are equal
+    bit for bit; without plans that always holds.
     offline: never touch the network; models come from folders and the cache.
     """
 
@@ -186,6 +197,8 @@ class EngineConfig:
     host_mode: str = "auto"
     threads: int | None = None
     predictor: str = "auto"
+    staging: str = "auto"
+    set: Mapping[str, Any] | Sequence[str] = ()
     deterministic: bool = False
     offline: bool = False
 
@@ -196,18 +209,25 @@ class EngineConfig:
             "dtype": ("auto", *get_args(DTypeName)),
             "host_dtype": ("auto", *get_args(DTypeName)),
             "host_mode": get_args(HostMode),
+            "staging": get_args(StagingName),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 flag = name.replace("_", "-")
                 raise UsageError(f"--{flag} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.predictor not in ("auto", "none"):
-            raise UsageError(
-                f"--predictor must be auto or none, got {self.predictor!r}: predictors are not in this version"
-            )
+        if not self.predictor or not isinstance(self.predictor, str):
+            raise UsageError(f"--predictor must be auto, mlp, gate, none or a folder, got {self.predictor!r}")
+        _ = self.knobs  # checked
         for name, value in (("ctx", self.ctx), ("batch", self.batch), ("threads", self.threads)):
             if value is not None:
                 check_number(f"--{name}", value, 1, 2**31, whole=True)
+
+    @property
+    def knobs(self) -> PolicyConfig:
+        """The policy's constants."""
+        if isinstance(self.set, Mapping):
+            return policy_from_values(self.set)
+        return policy_from_settings(self.set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +250,7 @@ class PolicyConfig:
     ranking: Ranking = "score"  # a: the probability itself, or whether it reaches theta
     swap_rule: SwapRule = "gain"  # gain: a swap must save more time than it costs; paper: it must raise the total v
     safety: float = 0.8  # percentile of recent transfer costs that planning goes by
+    deadline_s: float | None = None  # how long a layer waits for its plan; None: a quarter of its time
     sparse_prefill: bool = False  # skip neurons in the prompt too
     record_scores: bool = False
 
@@ -238,8 +259,9 @@ class PolicyConfig:
         check_number("decay", self.decay, 0, 0.9999)
         check_number("lead", self.lead, 0, 1000, whole=True)
         check_number("skip_lead", self.skip_lead, 0, self.lead, whole=True)
-        if self.window_s is not None:
-            check_number("window_s", self.window_s, 0, 1000)
+        for name in ("window_s", "deadline_s"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 0, 1000)
         if self.window_units is not None:
             check_number("window_units", self.window_units, 0, 2**31, whole=True)
         if self.density is not None:
@@ -262,16 +284,23 @@ def policy_from_settings(settings: Iterable[str]) -> PolicyConfig:
 
     Example: ["lam=2", "window_units=none", "sparse_prefill=true"].
     """
-    defaults = {field.name: field.default for field in fields(PolicyConfig)}
     values: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = (part.strip() for part in setting.partition("="))
         if not equals:
             raise UsageError(f"--set takes NAME=VALUE, got {setting!r}")
-        if name not in defaults:
-            raise UsageError(f"--set knows no {name!r}, only {', '.join(defaults)}")
-        values[name] = _typed(text, isinstance(defaults[name], str))
+        values[name] = _typed(text, isinstance(_DEFAULTS.get(name), str))
+    return policy_from_values(values)
+
+
+def policy_from_values(values: Mapping[str, Any]) -> PolicyConfig:
+    """The PolicyConfig with these constants; UsageError for a name that it does not have."""
+    if unknown := [name for name in values if name not in _DEFAULTS]:
+        raise UsageError(f"--set knows no {unknown[0]!r}, only {', '.join(_DEFAULTS)}")
     return PolicyConfig(**values)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(PolicyConfig)}
 
 
 def _typed(text: str, is_word: bool) -> Any:

@@ -23,11 +23,26 @@ class DevicePool:
 
     def __init__(self, slots: tuple[int, ...], parts: int, width: int, hidden: int, dtype: jnp.dtype, units: int):
         self.lock = threading.Lock()
+        self.epoch = 0  # how often it was cleared
         self._units = units
-        self._parts: list[Parts] = [
-            tuple(jnp.zeros((count * width, hidden), dtype) for _ in range(parts)) if count else () for count in slots
-        ]
+        self._shapes = [((count * width, hidden), dtype, parts if count else 0) for count in slots]
         self._buckets = [np.full(count, -1, np.int32) for count in slots]
+        self._cold: list[npt.NDArray[np.int32] | None] = [None] * len(slots)
+        self._parts: list[Parts] = []
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self._parts = [tuple(jnp.zeros(shape, dtype) for _ in range(count)) for shape, dtype, count in self._shapes]
+
+    def clear(self) -> None:
+        """Give every buffer back and start over with empty ones; who still means the old ones is refused."""
+        with self.lock:
+            self.epoch += 1
+            for part in (part for parts in self._parts for part in parts if not part.is_deleted()):
+                part.delete()
+            self._allocate()
+            for layer, bucket in enumerate(self._buckets):
+                bucket[:], self._cold[layer] = -1, None
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -46,20 +61,33 @@ class DevicePool:
         """A copy of slot -> unit id; -1 for a slot that was never filled."""
         return self._buckets[layer].copy()
 
+    def cold(self, layer: int) -> npt.NDArray[np.int32]:
+        """The units that are in no slot, ascending; not to be changed."""
+        if (known := self._cold[layer]) is None:
+            absent = np.ones(self._units, np.bool_)
+            bucket = self._buckets[layer]
+            absent[bucket[bucket >= 0]] = False
+            known = self._cold[layer] = np.flatnonzero(absent).astype(np.int32)
+        return known
+
     def update(
         self,
         layer: int,
         slots: npt.NDArray[np.int32],  # [n] distinct
         units: npt.NDArray[np.int32],  # [n] what they will hold
         program: Callable[[Parts], tuple[Parts, jax.Array]],  # donates the parts it is given
+        epoch: int | None = None,  # of the pool that is meant; None: whichever
     ) -> jax.Array:
         """Run the update and change the bucket in one critical section; -> the fence, ready with the new parts."""
         if len(slots) and not (0 <= slots.min() and slots.max() < len(self._buckets[layer])):
             raise ValueError(f"slots of layer {layer} must be in [0, {len(self._buckets[layer])}), got {slots}")
         assert len(np.unique(slots)) == len(slots), f"slots of layer {layer} are not distinct: {slots}"
         with self.lock:
+            if epoch not in (None, self.epoch):
+                raise RuntimeError("the pool was cleared since")
             self._parts[layer], fence = program(self._parts[layer])
             self._buckets[layer][slots] = units
+            self._cold[layer] = None
         return fence
 
     def check(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -14,6 +16,7 @@ from dynajax.bundles import HostStore, allocate_arena
 from dynajax.plan import Placement
 from dynajax.pool import DevicePool
 from dynajax.programs import Programs
+from dynajax.staging import Staging
 
 RING = 3  # staging slots: one being gathered, one being sent, one being consumed
 
@@ -24,36 +27,90 @@ class Gatherer(Protocol):
     def gather(self, bundle: np.ndarray, units: npt.NDArray[np.int32], out: np.ndarray) -> np.ndarray: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Units on their way: the staging slot that holds them, and the same on the device."""
+
+    staging: np.ndarray  # [count, P, W, D], the first of which are filled
+    rows: np.ndarray | jax.Array  # [n, P, W, D]
+    gather_s: float
+    transfer_s: float
+
+
 class Transfer:
-    """Moves `count` units at a time. Not thread-safe: one thread owns it.
+    """Moves at most `count` units at a time. Not thread-safe: one thread owns it.
 
     A staging slot is filled again only when the update that read it is ready: jax may read a NumPy argument
     without copying it, long after the call returned.
     """
 
-    def __init__(self, store: HostStore, pool: DevicePool, programs: Programs, host: Gatherer, count: int):
+    def __init__(
+        self,
+        store: HostStore,
+        pool: DevicePool,
+        programs: Programs,
+        host: Gatherer,
+        count: int,
+        staging: Staging | None = None,  # how `load` sends; None: never asked to
+    ):
         self._store, self._pool, self._programs, self._host = store, pool, programs, host
         shape = (count, *store.arenas[0].shape[1:])
         self._free = deque(allocate_arena(shape, store.dtype) for _ in range(RING))
         self._busy: deque[tuple[np.ndarray, jax.Array]] = deque()
+        self._staging, self._epoch = staging, pool.epoch
+        if staging is not None:
+            staging.register(self._free)
         self.count = count
 
     def send(self, layer: int, units: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
-        """Bring `count` units of a layer into `slots` [count]; returns when the update is dispatched."""
+        """Bring units of a layer into `slots` [n]; returns when the update is dispatched."""
         staging = self._take()
         try:
-            self._host.gather(self._store.arenas[layer], units, staging)
-            program = self._programs.get("write", self._pool.slots[layer], self.count, self._store.dtype.name)
-            fence = self._pool.update(layer, slots, units, lambda parts: program(parts, staging, slots))
+            rows = staging[: len(units)]
+            self._host.gather(self._store.arenas[layer], units, rows)
+            self._update(layer, rows, units, slots, staging)
         except BaseException:
             self._free.append(staging)
             raise
-        self._busy.append((staging, fence))
+
+    def load(self, layer: int, units: npt.NDArray[np.int32]) -> Block:
+        """Bring units [n] of a layer to the device, beside the pool; returns when they are there, with the times."""
+        assert self._staging is not None, "this transfer only fills pools"
+        staging = self._take()
+        try:
+            begin = time.perf_counter()
+            rows = staging[: len(units)]
+            self._host.gather(self._store.arenas[layer], units, rows)
+            gathered = time.perf_counter()
+            sent = self._staging.send(rows)
+            return Block(staging, sent, gathered - begin, time.perf_counter() - gathered)
+        except BaseException:
+            self._free.append(staging)
+            raise
+
+    def apply(self, layer: int, block: Block, units: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
+        """Put what was loaded into `slots` [n] of the pool; returns when the update is dispatched."""
+        try:
+            self._update(layer, block.rows, units, slots, block.staging)
+        except BaseException:
+            self._free.append(block.staging)
+            raise
 
     def drain(self) -> None:
         """Wait until every update is done."""
         while self._busy:
             self._retire()
+
+    def close(self) -> None:
+        """Wait, and give registered memory back."""
+        self.drain()
+        if self._staging is not None:
+            self._staging.close()
+
+    def _update(self, layer: int, rows, units, slots, staging: np.ndarray) -> None:
+        program = self._programs.get("write", self._pool.slots[layer], len(units), self._store.dtype.name)
+        fence = self._pool.update(layer, slots, units, lambda parts: program(parts, rows, slots), self._epoch)
+        self._busy.append((staging, fence))
 
     def _take(self) -> np.ndarray:
         if not self._free:

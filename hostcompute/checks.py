@@ -46,6 +46,13 @@ def check_output(name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int
         raise ValueError(f"{name} must be writeable, got a read-only array")
 
 
+def check_values(values: np.ndarray, shape: tuple[int, int], rows: int) -> None:
+    """A unit has one value where each of its parts has one row."""
+    if rows != 1:
+        raise ValueError(f"bundle must have W = 1 with values, got {rows}")
+    check_output("values", values, np.dtype(np.float32), shape)
+
+
 def activation_code(activation: str, threshold: float, parts: int) -> int:
     """The library's number of an activation; refuses a threshold or a bundle that it has no use for."""
     code = ACTIVATIONS.get(activation)

@@ -19,11 +19,12 @@ from hostcompute.checks import (
     check_bundle,
     check_output,
     check_threads,
+    check_values,
     outside_error,
 )
 from hostcompute.numpy_pool import NumpyPool
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 ISA_VARIABLE = "HOSTCOMPUTE_ISA"
 PACKAGE = Path(__file__).parent
 REMEDY = "run `python setup.py build_ext --inplace` in a checkout, or reinstall with a C++17 compiler"
@@ -86,7 +87,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hc_pool_destroy.restype = None
     library.hc_pool_isa.argtypes = (pointer,)
     library.hc_pool_isa.restype = ctypes.c_char_p
-    library.hc_ffn.argtypes = (pointer, pointer, pointer, i64, pointer, i64, i32, f32, i32, pointer, pointer, pointer)
+    library.hc_ffn.argtypes = (pointer, pointer, pointer, i64, pointer, i64, i32, f32, i32, *[pointer] * 5)
     library.hc_ffn.restype = i64
     library.hc_gather.argtypes = (pointer, pointer, pointer, i64, pointer)
     library.hc_gather.restype = i64
@@ -123,7 +124,7 @@ class HostPool:
         self._known: dict[int, _Known] = {}
         self._destroy = weakref.finalize(self, self._library.hc_pool_destroy, self._handle)
 
-    def ffn(
+    def ffn(  # noqa: PLR0913  the arrays of one call
         self,
         x: npt.NDArray[np.float32],  # [B,D]
         bundle: np.ndarray,  # [n,P,W,D]
@@ -134,12 +135,16 @@ class HostPool:
         skip_zeros: bool = True,
         out: npt.NDArray[np.float32] | None = None,  # [B,D]; may be x
         live: npt.NDArray[np.uint8] | None = None,  # [B,C]
+        admit: npt.NDArray[np.uint8] | None = None,  # [B,C]
+        values: npt.NDArray[np.float32] | None = None,  # [B,C]; only with W = 1
     ) -> FfnResult:
         """The FFN of every row of x over the chosen units; a unit's rows are read from memory once per call.
 
-        Writes `out` and `live` (1 where a row of the unit has a non-zero activation) when they are given. The
-        activation is that of the gate, or of gate and up with drelu: relu(gate) * relu(up). With two parts it is
-        that of up. With `skip_zeros` up and down are read only where some row of x needs them; without it always.
+        Writes `out`, `live` (1 where a row of the unit has a non-zero activation) and `values` (what a unit's down row
+        is multiplied with) when they are given. The activation is that of the gate, or of gate and up with drelu:
+        relu(gate) * relu(up). With two parts it is that of up. Where `admit` is 0 the unit is zero for that row of x.
+        With `skip_zeros` up and down are read only where some row of x needs them; without it, and for silu without
+        `admit`, always.
         """
         known = self._find(bundle)
         if x.dtype != FLOAT32 or x.ndim != 2 or x.shape[1] != known.arena.width or not x.flags.c_contiguous:
@@ -153,6 +158,10 @@ class HostPool:
             check_output("out", out, FLOAT32, x.shape)
         if live is not None:
             check_output("live", live, UINT8, (batch, count))
+        if admit is not None:
+            check_array("admit", admit, UINT8, (batch, count))
+        if values is not None:
+            check_values(values, (batch, count), known.arena.rows)
         totals = np.empty(batch + 1, np.int64)
         status = self._library.hc_ffn(
             self._open_handle(),
@@ -164,8 +173,10 @@ class HostPool:
             activation_code(activation, threshold, known.arena.parts),
             threshold,
             1 if skip_zeros else 0,
+            None if admit is None else _address(admit),
             _address(out),
             None if live is None else _address(live),
+            None if values is None else _address(values),
             _address(totals),
         )
         if status:

@@ -12,6 +12,7 @@ from hostcompute.checks import (
     check_bundle,
     check_output,
     check_threads,
+    check_values,
     outside_error,
 )
 from hostcompute.reference import activate
@@ -30,7 +31,7 @@ class NumpyPool:
         self.threads = threads
         self._closed = False
 
-    def ffn(
+    def ffn(  # noqa: PLR0913  the arrays of one call
         self,
         x: npt.NDArray[np.float32],  # [B,D]
         bundle: np.ndarray,  # [n,P,W,D]
@@ -41,6 +42,8 @@ class NumpyPool:
         skip_zeros: bool = True,
         out: npt.NDArray[np.float32] | None = None,  # [B,D]
         live: npt.NDArray[np.uint8] | None = None,  # [B,C]
+        admit: npt.NDArray[np.uint8] | None = None,  # [B,C]
+        values: npt.NDArray[np.float32] | None = None,  # [B,C]; only with W = 1
     ) -> FfnResult:
         """See `HostPool.ffn`."""
         self._check(bundle, units)
@@ -50,14 +53,22 @@ class NumpyPool:
         check_output("live", marks, UINT8, (len(x), len(units)))
         y = np.empty_like(x) if out is None else out
         check_output("out", y, FLOAT32, x.shape)
-        skip_zeros = skip_zeros and activation != "silu"
+        if admit is not None:
+            check_array("admit", admit, UINT8, (len(x), len(units)))
+        if values is not None:
+            check_values(values, (len(x), len(units)), bundle.shape[2])
+        skip_zeros = skip_zeros and (activation != "silu" or admit is not None)
         total, rows_read = np.zeros_like(x), 0
         step = max(1, CHUNK_FLOATS // bundle[0].size) if len(bundle) else 1
         for at in range(0, len(units) if len(x) else 0, step):
-            part = _ffn_chunk(x, bundle, units[at : at + step], activation, threshold, skip_zeros)
+            here = slice(at, at + step)
+            admitted = None if admit is None else admit[:, here]
+            part = _ffn_chunk(x, bundle, units[here], activation, threshold, skip_zeros, admitted)
             total += part[0]
-            marks[:, at : at + step] = part[1]
+            marks[:, here] = part[1]
             rows_read += part[2]
+            if values is not None:
+                values[:, here] = part[3]
         y[...] = total
         row_bytes = bundle.shape[3] * bundle.itemsize
         return FfnResult(y, marks.sum(axis=1, dtype=np.int64), rows_read * row_bytes)
@@ -94,25 +105,29 @@ def _ffn_chunk(
     activation: str,
     threshold: float,
     skip_zeros: bool,
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_], int]:
-    """y [B,D], live [B,C] and the number of rows needed, for units that fit into one conversion."""
+    admit: npt.NDArray[np.uint8] | None,  # [B,C]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_], int, npt.NDArray[np.float32]]:
+    """y [B,D], live [B,C], the rows needed and the values [B,C*W], for units that fit into one conversion."""
     parts, inner, width = bundle.shape[1:]
 
     def rows(part: int, chosen: np.ndarray | slice) -> npt.NDArray[np.float32]:
         return bundle[units, part].reshape(-1, width)[chosen].astype(np.float32)  # [C*W,D]
 
     h = activate(x @ rows(0, slice(None)).T, activation, threshold)  # [B,C*W]
+    if admit is not None:
+        h[np.repeat(admit == 0, inner, axis=1)] = 0
     needed = _needed(h, skip_zeros)
     rows_read = h.shape[1]
     live = h != 0
     if parts == 3:
         rows_read += len(needed)
         up = x @ rows(1, needed).T
-        h[:, needed] *= activate(up, "relu", 0.0) if activation == "drelu" else up
+        gates = h[:, needed]
+        h[:, needed] = np.where(gates == 0, 0, gates * (activate(up, "relu", 0.0) if activation == "drelu" else up))
         if activation == "drelu":
             live, needed = h != 0, _needed(h, skip_zeros)
     y = h[:, needed] @ rows(parts - 1, needed)
-    return y, live.reshape(len(x), len(units), inner).any(axis=2), rows_read + len(needed)
+    return y, live.reshape(len(x), len(units), inner).any(axis=2), rows_read + len(needed), h
 
 
 def _needed(h: npt.NDArray[np.float32], skip_zeros: bool) -> npt.NDArray[np.intp]:

@@ -25,23 +25,40 @@ def ffn_reference(
     units: npt.NDArray[np.int32],  # [C]
     activation: str,
     threshold: float = 0.0,
+    admit: npt.NDArray[np.uint8] | None = None,  # [B,C]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """The FFN over the chosen units: y [B,D], and live [B,C]: a row of the unit has a non-zero activation.
 
-    With drelu that is relu(gate) * relu(up). A unit named twice counts twice.
+    With drelu that is relu(gate) * relu(up). A unit named twice counts twice. Where `admit` is 0 the unit is zero for
+    that row of x.
     """
+    h, live = values_reference(x, bundle, units, activation, threshold, admit)
+    return np.einsum("BCW,CWD->BD", h, bundle[units, -1].astype(np.float64)), live
+
+
+def values_reference(
+    x: npt.NDArray[np.float32],  # [B,D]
+    bundle: np.ndarray,  # [n,P,W,D]
+    units: npt.NDArray[np.int32],  # [C]
+    activation: str,
+    threshold: float = 0.0,
+    admit: npt.NDArray[np.uint8] | None = None,  # [B,C]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """What the down rows are multiplied with, [B,C,W]; and live as `ffn_reference` has it."""
     if activation == "drelu" and bundle.shape[1] != 3:
         raise ValueError(f"bundle must have 3 parts (gate, up, down) with drelu, got {bundle.shape[1]}")
     chosen = bundle[units].astype(np.float64)  # [C,P,W,D]
     x64 = x.astype(np.float64)
     h = activate(np.einsum("BD,CWD->BCW", x64, chosen[:, 0]), activation, threshold)
+    if admit is not None:
+        h = np.where(admit[:, :, None] != 0, h, 0)
     live = h != 0
     if bundle.shape[1] == 3:
         up = np.einsum("BD,CWD->BCW", x64, chosen[:, 1])
         h = h * (activate(up, "relu", 0.0) if activation == "drelu" else up)
     if activation == "drelu":
         live = h != 0
-    return np.einsum("BCW,CWD->BD", h, chosen[:, -1]), live.any(axis=2)
+    return h, live.any(axis=2)
 
 
 def gather_reference(bundle: np.ndarray, units: npt.NDArray[np.int32]) -> np.ndarray:

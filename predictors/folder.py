@@ -77,6 +77,20 @@ class Manifest:
         rank = self.ranks[layer]
         return (rank, self.hidden), (self.ffn, rank)
 
+    def all_entries(self) -> list[Entry]:
+        """Every predictor. Those of kind mlp read the stream, as PowerInfer's do; 1/2 is at the threshold (none: 0)."""
+        if self.kind == "mixed":
+            return list(self.entries)
+        return [
+            Entry(
+                layer=layer,
+                lead=self.lead,
+                form=Form(kind="mlp", rank=self.ranks[layer], reads="stream"),
+                intercept=-(self.threshold or 0.0),
+            )
+            for layer in range(self.lead, self.layers)
+        ]
+
     def arrays(self) -> Kinds:
         """What weights/ holds."""
         kind, single = DTYPES[self.dtype], np.dtype(np.float32)
@@ -170,7 +184,7 @@ def read_predictors(
     is not known; a folder that knows none is accepted with a log line. ModelError: damaged. NumericalError: NaN or
     infinity.
     """
-    manifest = _matching(folder, fingerprint, {"layers": layers, "hidden": hidden, "ffn": ffn})
+    manifest = matching_manifest(folder, fingerprint, {"layers": layers, "hidden": hidden, "ffn": ffn})
     if manifest.kind != "mlp":
         raise MismatchError(f"{located(folder)} holds predictors of several forms: `read_entries` reads them")
     tree = _sound_tree(folder, manifest)
@@ -180,28 +194,15 @@ def read_predictors(
 def read_entries(
     folder: Path, *, fingerprint: str | None, layers: int, hidden: int, ffn: int
 ) -> tuple[Manifest, list[tuple[Entry, Arrays]]]:
-    """A folder of any kind: the manifest, and every predictor with its arrays. Errors as in `read_predictors`.
-
-    Those of kind mlp become entries that read the stream, as PowerInfer's do, and whose probability is 1/2 at the
-    manifest's threshold (none: 0).
-    """
-    manifest = _matching(folder, fingerprint, {"layers": layers, "hidden": hidden, "ffn": ffn})
+    """A folder of any kind: the manifest, and every predictor with its arrays. Errors as in `read_predictors`."""
+    manifest = matching_manifest(folder, fingerprint, {"layers": layers, "hidden": hidden, "ffn": ffn})
     tree = _sound_tree(folder, manifest)
     if manifest.kind == "mixed":
         return manifest, [(entry, tree[entry.key]) for entry in manifest.entries]
-    entries = [
-        Entry(
-            layer=layer,
-            lead=manifest.lead,
-            form=Form(kind="mlp", rank=manifest.ranks[layer], reads="stream"),
-            intercept=-(manifest.threshold or 0.0),
-        )
-        for layer in range(manifest.lead, manifest.layers)
-    ]
-    return manifest, [(entry, tree[_key(entry.layer)]) for entry in entries]
+    return manifest, [(entry, tree[_key(entry.layer)]) for entry in manifest.all_entries()]
 
 
-def _matching(folder: Path, fingerprint: str | None, sizes: dict[str, int]) -> Manifest:
+def matching_manifest(folder: Path, fingerprint: str | None, sizes: dict[str, int]) -> Manifest:
     """The manifest, if it is of this model."""
     manifest = read_manifest(folder)
     if wrong := [f"{getattr(manifest, name)} {name}, not {size}" for name, size in sizes.items()
@@ -321,9 +322,14 @@ def _save(path: Path, tree: dict[str, dict[str, npt.NDArray]]) -> None:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
     except (ValueError, RuntimeError) as error:  # tensorstore words a full disk as one of these
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        reason = os.strerror(int(code[1])) if code else plain(str(error)[:160])
-        raise StorageError(f"cannot write {located(path)}: {reason}") from error
+        raise storage_error(path, error) from error
+
+
+def storage_error(path: Path, error: Exception) -> StorageError:
+    """What orbax could not write, in one line."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    reason = os.strerror(int(code[1])) if code else plain(str(error)[:160])
+    return StorageError(f"cannot write {located(path)}: {reason}")
 
 
 def _restore(folder: Path, manifest: Manifest) -> dict[str, Arrays]:

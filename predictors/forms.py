@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from dynajax.config import Activation, ModelSpec, NormKind
-from predictors.lowbit import BITS, lowbit_bytes
+from predictors.lowbit import BITS, GROUP, lowbit_bytes
 
 Kind = Literal["gate", "mlp"]
 Reads = Literal["stream", "normed"]
@@ -103,6 +103,25 @@ def form_bytes(shape: Shape, form: Form, dtype_bytes: int = 2) -> int:
         + 2 * shape.hidden * form.rank * dtype_bytes
         + 4 * shape.ffn * form.weighted
     )
+
+
+def param_shapes(shape: Shape, form: Form, dtype: str = "float16") -> dict[str, tuple[tuple[int, ...], str]]:
+    """{name: (dimensions, type)} of one layer's parameters as `scoring.scores` takes them; trained matrices in `dtype`."""
+    hidden, ffn, groups = shape.hidden, shape.ffn, -(-shape.hidden // GROUP)
+    if form.kind == "mlp":
+        return {"fc1": ((form.rank, hidden), dtype), "fc2": ((ffn, form.rank), dtype)}
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for i in range(shape.matrices):
+        found |= {f"codes{i}": ((ffn, groups * 4 * form.bits), "uint8"), f"scales{i}": ((ffn, groups), "float16")}
+        found |= {f"bias{i}": ((ffn,), "float32")} if shape.ffn_bias else {}
+    if form.reads == "stream":
+        found |= {"norm": ((hidden,), "float32")}
+        found |= {"norm_bias": ((hidden,), "float32")} if shape.norm == "layer" else {}
+    found |= {"weight": ((ffn,), "float32")} if form.weighted else {}
+    found |= {"shift": ((hidden,), "float32")} if form.is_shifted else {}
+    if form.rank:
+        found |= {"narrow": ((form.rank, hidden), dtype), "wide": ((hidden, form.rank), dtype)}
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

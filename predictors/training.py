@@ -138,10 +138,19 @@ class Trainer:
         """Of tokens kept, ever."""
         return self._buffer.bytes + self._held.bytes
 
-    def finish(self) -> None:
-        """Train on what is left in the buffer. Further text may follow, a little less shuffled."""
+    @property
+    def waiting(self) -> int:
+        """Tokens in the shuffle buffer."""
+        return self._buffer.count
+
+    def finish(self, on_left: Callable[[int], None] = lambda left: None) -> None:
+        """Train on what is left in the buffer. Further text may follow, a little less shuffled.
+
+        on_left is told the tokens that are still there, after each draw; if it raises, `finish` may be called again.
+        """
         while self._buffer.count:
             self._draw()
+            on_left(self._buffer.count)
 
     def _capacities(self) -> tuple[int, int]:
         """Tokens in the shuffle buffer and in the held-out sample."""

@@ -7,7 +7,7 @@ import pytest
 
 from dynajax import Engine
 from dynajax.checkpoint import Checkpoint, write_stats
-from dynajax.collecting import LEADS, Counter, collect, contributions, cut, read_texts
+from dynajax.collecting import LEADS, Counter, collect, contributions, cut, read_texts, undisturbed
 from dynajax.config import Activation, EngineConfig, ModelSpec
 from dynajax.errors import UsageError
 from dynajax.testing import TINY_FATRELU, TINY_GQA, TINY_SILU, load_decoder, make_checkpoint
@@ -139,6 +139,43 @@ def test_texts(tmp_path):
         list(read_texts(tmp_path / "empty"))
 
 
+@pytest.mark.parametrize("density", [0.25, 0.5])
+def test_of_silu_the_neurons_that_contribute_most_are_counted(tmp_path, density):
+    """No activation is zero there, so that a frequency of what is not zero would say nothing."""
+    folder = make_checkpoint(tmp_path / "silu", TINY_SILU)
+    checkpoint, found = collect(str(folder), folder, EngineConfig(ctx=32), WINDOWS, quiet, density)
+    decoder, live, tokens = load_decoder(checkpoint), np.zeros((TINY_SILU.layers, TINY_SILU.ffn)), 0
+    for window in WINDOWS:
+        hidden = hidden_of(decoder, window[:-1])
+        tokens += len(window) - 1
+        for layer, h in enumerate(hidden):
+            ffn = decoder.ffn[layer]
+            gate, up = (h @ np.asarray(part[...], np.float64).T for part in (ffn.gate, ffn.up))
+            mass = np.abs(gate / (1 + np.exp(-gate)) * up) * np.linalg.norm(np.asarray(ffn.down[...]), axis=1)
+            least = np.sort(mass, axis=1)[:, -round(density * TINY_SILU.ffn)]
+            live[layer] += (mass >= least[:, None]).sum(axis=0)
+    np.testing.assert_allclose(found.frequency.mean(axis=1), density, rtol=1e-5)
+    assert np.abs(found.frequency - live / tokens).max() <= 2.01 / tokens  # two of equal size may swap
+    assert found.frequency.std() > 0.1
+
+
+def hidden_of(decoder, tokens):
+    """What each layer's FFN reads [T, D], float64."""
+    x, hidden = np.asarray(decoder.embed[...])[np.asarray(tokens)][None], []
+    for attend, ffn in zip(decoder.attention, decoder.ffn, strict=True):
+        x, h = attend(x, np.arange(len(tokens))[None])
+        hidden.append(np.asarray(h[0], np.float64))
+        x = x + ffn(h)[0]
+    return hidden
+
+
+@pytest.mark.parametrize("settings", [{"sparsity": "predicted"}, {"policy": "dynamic"}])
+def test_a_model_is_observed_without_predictions(settings):
+    with pytest.raises(UsageError, match="observed without predictions"):
+        undisturbed(EngineConfig(**settings))
+    assert undisturbed(EngineConfig()).policy == "static"
+
+
 def test_json_is_the_committed_schema(model, tmp_path):
     import subprocess
     import sys
@@ -156,4 +193,5 @@ def test_json_is_the_committed_schema(model, tmp_path):
     found = json.loads(done.stdout)
     jsonschema.validate(found, json.loads((root / "docs/schemas/collect-stats.json").read_text()))
     assert found["tokens"] == 15 + 15 + 7
+    assert found["wanted_density"] is None
     assert out.is_file()

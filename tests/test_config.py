@@ -89,8 +89,9 @@ def test_defaults_of_the_engine_settings():
 
 
 CHOICES = {
-    "sparsity": ("auto", "dense", "exact"),
-    "policy": ("auto", "static", "none"),
+    "sparsity": ("auto", "dense", "exact", "predicted"),
+    "policy": ("auto", "dynamic", "macro+micro", "macro", "micro", "static", "lru", "none"),
+    "staging": ("auto", "pinned_host", "registered", "plain"),
     "dtype": ("auto", "float32", "float16", "bfloat16"),
     "host_dtype": ("auto", "float32", "float16", "bfloat16"),
     "host_mode": ("auto", "threads", "callback", "ffi"),
@@ -109,11 +110,26 @@ def test_choices(name):
         )
 
 
-@pytest.mark.parametrize("value", ["mlp", "gate", "predictors/", "", None, "Auto"])
-def test_predictors_are_not_in_this_version(value):
-    assert [EngineConfig(predictor=name).predictor for name in ("auto", "none")] == ["auto", "none"]
-    with pytest.raises(UsageError, match=f"--predictor must be auto or none, got {value!r}: predictors are not in"):
+@pytest.mark.parametrize("value", ["auto", "none", "mlp", "gate", "predictors/", "Auto"])
+def test_a_predictor_is_a_name_or_a_folder(value):
+    assert EngineConfig(predictor=value).predictor == value
+
+
+@pytest.mark.parametrize("value", ["", None, 3])
+def test_no_predictor_is_called_none(value):
+    with pytest.raises(UsageError, match="--predictor must be auto, mlp, gate, none or a folder, got"):
         EngineConfig(predictor=value)
+
+
+@pytest.mark.parametrize("knobs", [{"lam": 2, "window_units": None}, ["lam=2", "window_units=none"], ("lam=1", "lam=2")])
+def test_constants_of_the_policy_as_a_mapping_or_as_text(knobs):
+    assert EngineConfig(set=knobs).knobs == PolicyConfig(lam=2)
+
+
+@pytest.mark.parametrize("knobs", [{"lambda": 2}, ["lambda=2"], {"lam": -1}, ["lam=-1"], ["lam"]])
+def test_wrong_constants_are_refused_at_once(knobs):
+    with pytest.raises(UsageError, match="lam"):
+        EngineConfig(set=knobs)
 
 
 def test_promises_that_always_hold_are_accepted():

@@ -152,7 +152,7 @@ class Log:
         self.asked = (kind, *sizes)
         return lambda parts, staging, slots: self.lane(staging)
 
-    def update(self, layer, slots, units, program):
+    def update(self, layer, slots, units, program, epoch):
         lane = program(None)
         self.events.append(("update", lane))
         return SimpleNamespace(block_until_ready=lambda: self.events.append(("ready", lane)))
@@ -191,7 +191,7 @@ class Blind:
     """A pool whose fences are ready at once, as if the ring had none."""
 
     def __init__(self, pool):
-        self._pool, self.slots = pool, pool.slots
+        self._pool, self.slots, self.epoch = pool, pool.slots, pool.epoch
 
     def update(self, *args):
         self._pool.update(*args)

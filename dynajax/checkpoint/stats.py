@@ -63,6 +63,20 @@ def read_stats(path: Path, spec: ModelSpec, fingerprint: str | None) -> npt.NDAr
     return frequency
 
 
+def read_contributions(
+    path: Path, spec: ModelSpec
+) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None]:
+    """(mass [L, F], cosine [L, 3]) of a file that `read_stats` accepts; None for what it has not."""
+    shapes = {"mass": (spec.layers, spec.ffn), "cosine": (spec.layers, 3)}
+    with np.load(path, allow_pickle=False) as archive:
+        found = {name: archive[name] for name in shapes if name in archive}
+    for name, array in found.items():
+        sound = array.dtype == np.float32 and array.shape == shapes[name]
+        if not sound or (name == "mass" and not (np.isfinite(array).all() and array.min() >= 0)):
+            raise MismatchError(f"{located(path)}: {name} is damaged: collect it again")
+    return found.get("mass"), found.get("cosine")
+
+
 def write_stats(
     path: Path,
     *,

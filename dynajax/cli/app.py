@@ -13,6 +13,7 @@ from dynajax.cli.fetch import fetch_model
 from dynajax.cli.generate import generate
 from dynajax.cli.options import flat
 from dynajax.cli.plan import plan
+from dynajax.cli.predictors import train_predictors
 from dynajax.cli.training import build_corpus, train_tiny
 from dynajax.cli.verify import verify
 
@@ -21,6 +22,7 @@ VERBS = {
     "plan": plan,
     "verify": verify,
     "collect-stats": collect_stats,
+    "train-predictors": train_predictors,
     "convert": convert,
     "fetch-model": fetch_model,
     "build-corpus": build_corpus,

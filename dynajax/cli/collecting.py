@@ -12,6 +12,7 @@ from dynajax.cli import device_env
 from dynajax.cli.generate import watch
 from dynajax.cli.options import EngineFlags, OutputFlags
 from dynajax.cli.output import note, progress, table, write_json, write_out
+from dynajax.config import check_share
 from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ def collect_stats(
         str | None, typer.Option(metavar="FILE|random:N|topics:N", help="Token ids instead of a text.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Read at most this many.")] = 200_000,
+    density: Annotated[
+        float, typer.Option(metavar="D", help="Share of the neurons that counts as live where none is zero (SiLU).")
+    ] = 0.5,
 ) -> None:
     """Run a model over a text and write how often each neuron is live and what it contributes.
 
@@ -37,9 +41,12 @@ def collect_stats(
     """
     if (text is None) == (ids is None):
         raise UsageError("give one of --text FILE|DIR and --ids FILE")
+    check_share("--density", density)
     config = engine.config()
     device_env.configure(config.vram_budget)
     context.obj.hold()
+    import numpy as np
+
     from dynajax import collecting
     from dynajax.checkpoint import read_spec, write_stats
     from dynajax.cli import prompts
@@ -55,14 +62,18 @@ def collect_stats(
             windows = collecting.windows_of(collecting.read_texts(text), folder, tokens, length)
         else:
             windows = collecting.cut(prompts.prompt_ids(ids or "", spec, 0)[:tokens].tolist(), length)
-        checkpoint, found = collecting.collect(engine.model, folder, config, windows, step)
+        checkpoint, found = collecting.collect(engine.model, folder, config, windows, step, density)
+    wanted = None if spec.activation.has_zeros else density
     figures = {"frequency": found.frequency, "mass": found.mass, "cosine": found.cosine}
+    figures |= {} if wanted is None else {"density": np.float32(wanted)}
     write_stats(out, fingerprint=checkpoint.fingerprint(), tokens=found.tokens, **figures)
     if output.json:
-        head = {"model": engine.model, "out": str(out), "tokens": found.tokens}
+        head = {"model": engine.model, "out": str(out), "tokens": found.tokens, "wanted_density": wanted}
         write_json(head | {"density": _density(found), "cosine": _cosine(found)})
         return
     write_out(_table(found) + "\n")
+    if wanted is not None:
+        note(f"live: the {wanted:.0%} of a token's neurons that contribute most, for none is zero")
     note(f"{found.tokens} tokens, written to {out}")
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from dynajax.config import DTypeName, EngineConfig, HostMode, PolicyName, Sparsity
+from dynajax.config import DTypeName, EngineConfig, HostMode, PolicyName, Sparsity, StagingName
 
 DEFAULT_MODEL = "tiny-relullama"
 
@@ -42,7 +42,10 @@ class EngineFlags:
     batch: Annotated[int, typer.Option(metavar="N", help="Rows the KV cache holds.")] = 1
     sparsity: Annotated[
         str,
-        typer.Option(metavar=_one_of(*get_args(Sparsity)), help="Compute every neuron, or skip those that are zero."),
+        typer.Option(
+            metavar=_one_of(*get_args(Sparsity)),
+            help="Compute every neuron, skip those that are zero, or also those predicted to be.",
+        ),
     ] = "auto"
     policy: Annotated[
         str, typer.Option(metavar=_one_of(*get_args(PolicyName)), help="Which neurons live on the device.")
@@ -57,12 +60,23 @@ class EngineFlags:
     ] = "auto"
     threads: Annotated[int | None, typer.Option(metavar="N", help="Host threads; physical cores if not given.")] = None
     predictor: Annotated[
-        str, typer.Option(metavar="auto|none", help="Guess which neurons are needed: not in this version.")
+        str,
+        typer.Option(
+            metavar="auto|mlp|gate|none|FOLDER",
+            help="Guesses which neurons are needed: trained ones, low-bit copies of the gates, or nothing.",
+        ),
     ] = "auto"
+    staging: Annotated[
+        str, typer.Option(metavar=_one_of(*get_args(StagingName)), help="How neurons are sent to the device.")
+    ] = "auto"
+    set: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A constant of the policy; repeatable.")
+    ] = None
     deterministic: Annotated[
         bool,
         typer.Option(
-            "--deterministic", help="Equal runs, bit for bit, for the same --threads; always so in this version."
+            "--deterministic",
+            help="Equal runs, bit for bit, for the same --threads, at the price of waiting for plans.",
         ),
     ] = False
     offline: Annotated[
@@ -71,7 +85,8 @@ class EngineFlags:
 
     def config(self) -> EngineConfig:
         """The engine's settings; UsageError names the first flag that is out of range."""
-        return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(EngineConfig)})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
+        return EngineConfig(**values | {"set": tuple(self.set or ())})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 LINE_EVERY_S = 5.0
+TELLING_S = 10.0  # how long a stage lasts before its end is guessed
 UNITS = {"download": " MiB"}
 PLANNING = "compile"  # what is planned may still be refused, and a refusal is one line
 KEPT_CONTROLS = "\n\t"
@@ -92,17 +93,28 @@ class Lines:
     def __init__(self, every_s: float = LINE_EVERY_S):
         self._every_s = every_s
         self._said_s: float | None = time.monotonic()
+        self._began: dict[str, tuple[float, int]] = {}  # stage: when it was first told of, and how far it was
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         if stage == PLANNING or self._said_s is None:
             return
+        begin = self._began.setdefault(stage, (now, done))
         if done >= total or now - self._said_s >= self._every_s:
             self._said_s = now
-            note(f"{stage}: {done}/{total}{UNITS.get(stage, '')}")
+            left = remaining(now - begin[0], done - begin[1], total - done)
+            note(f"{stage}: {done}/{total}{UNITS.get(stage, '')}{left}")
 
     def close(self) -> None:
         self._said_s = None
+
+
+def remaining(spent_s: float, done: int, left: int) -> str:
+    """ ", 90 s left" after `done` in `spent_s`; nothing at the end, or while it is too early to tell."""
+    if left < 1 or done < 1 or spent_s < TELLING_S:
+        return ""
+    left_s = spent_s / done * left
+    return f", {left_s:.0f} s left" if left_s < 120 else f", {left_s / 60:.0f} min left"
 
 
 class Bars:
@@ -110,9 +122,17 @@ class Bars:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        left = TimeRemainingColumn()
+        columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
         self._bars = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
         self._tasks: dict[str, Any] = {}
         self._bars.start()

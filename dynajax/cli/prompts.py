@@ -30,8 +30,9 @@ def prompt_text(text: str) -> str:
         raise UsageError(f"the prompt must be UTF-8, byte {error.start} is not") from error
 
 
-def prompt_ids(source: str, spec: ModelSpec, seed: int) -> npt.NDArray[np.int32]:
-    """Token ids [T] of "random:N", "topics:N" or a file; every id is in the model's vocabulary.
+def prompt_ids(source: str, spec: ModelSpec, seed: int, most: int | None = None) -> npt.NDArray[np.int32]:
+    """Token ids [T] of "random:N", "topics:N" or a file; every id is in the model's vocabulary. N is at most `most`,
+    by default the model's context.
 
     topics:N keeps to a topic: an id has the same remainder modulo 16 as the one before with probability 0.85.
     Ids below 512 do not occur.
@@ -40,8 +41,9 @@ def prompt_ids(source: str, spec: ModelSpec, seed: int) -> npt.NDArray[np.int32]
     if made is None:
         return _checked(_read_ids(source), spec, source)
     kind, count = made.groups()
-    if not re.fullmatch(r"[0-9]{1,9}", count) or not 1 <= int(count) <= spec.max_positions:
-        raise UsageError(f"N in {kind}:N must be between 1 and the model's context {spec.max_positions}, got {count!r}")
+    bound = f"the model's context {spec.max_positions}" if most is None else f"{most}"
+    if not re.fullmatch(r"[0-9]{1,9}", count) or not 1 <= int(count) <= (most or spec.max_positions):
+        raise UsageError(f"N in {kind}:N must be between 1 and {bound}, got {count!r}")
     rng = np.random.default_rng(seed)
     if kind == "random":
         return rng.integers(0, spec.vocab, int(count), dtype=np.int32)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dynajax.bundles import HostStore
 from dynajax.config import Activation
-from dynajax.plan import Placement
+from dynajax.pool import DevicePool
 from hostcompute import HostPool, NumpyPool
 from hostcompute.ffi import HostTable
 
@@ -34,15 +34,14 @@ class ColdSide:
     def __init__(
         self,
         store: HostStore,
-        placement: Placement,
+        pool: DevicePool,
         host: HostPool | NumpyPool,
         activation: Activation,
         *,
         skip_zeros: bool,
     ):
-        self._store, self._host, self._activation = store, host, activation
+        self._store, self._pool, self._host, self._activation = store, pool, host, activation
         self._skip_zeros = skip_zeros
-        self._units = [placement.cold(layer) for layer in range(len(placement.buckets))]
         self._table: HostTable | None = None
         self._counters = ColdCounters()
 
@@ -53,7 +52,7 @@ class ColdSide:
         if self._table is None:
             return mine
         theirs = self._table.counters()
-        computed = sum(int(rows) * len(units) for rows, units in zip(theirs.rows, self._units, strict=True))
+        computed = sum(int(rows) * len(self.units(layer)) for layer, rows in enumerate(theirs.rows))
         return ColdCounters(
             seconds=mine.seconds + float(theirs.seconds.sum()),
             bytes_read=mine.bytes_read + int(theirs.bytes_read.sum()),
@@ -67,25 +66,39 @@ class ColdSide:
         assert isinstance(self._host, HostPool), "only the compiled library can be called from a program"
         kind, threshold = self._activation.kind, self._activation.threshold
         arenas, skip = self._store.arenas, self._skip_zeros
-        table.attach(self._host, arenas, self._units, activation=kind, threshold=threshold, skip_zeros=skip)
+        units = [self.units(layer) for layer in range(len(self._pool.slots))]
+        table.attach(self._host, arenas, units, activation=kind, threshold=threshold, skip_zeros=skip)
         self._table = table
 
     def has(self, layer: int) -> bool:
         """Whether the layer has any unit on the host."""
-        return len(self._units[layer]) > 0
+        return len(self.units(layer)) > 0
 
     def units(self, layer: int) -> npt.NDArray[np.int32]:
         """The layer's units on the host [C], ascending; not to be changed."""
-        return self._units[layer]
+        return self._pool.cold(layer)
 
     def run(
         self,
         layer: int,
         h: npt.NDArray[np.float32],  # [T, W]
         live: npt.NDArray[np.uint8] | None = None,  # [T, C], filled if given: which units were live
+        values: npt.NDArray[np.float32] | None = None,  # [T, C], filled if given: what the down rows are multiplied with
     ) -> npt.NDArray[np.float32]:
-        """y_cold [T, W], a fresh array: jax may still be reading the last one."""
-        units, counters = self._units[layer], self._counters
+        """y_cold [T, W] of all units on the host, a fresh array: jax may still be reading the last one."""
+        return self.run_chosen(layer, h, self.units(layer), live=live, values=values)
+
+    def run_chosen(
+        self,
+        layer: int,
+        h: npt.NDArray[np.float32],  # [T, W]
+        units: npt.NDArray[np.int32],  # [C], on the host
+        admit: npt.NDArray[np.uint8] | None = None,  # [T, C]: 0 where a row does without a unit; None: nowhere
+        live: npt.NDArray[np.uint8] | None = None,  # [T, C], filled if given: which were live and admitted
+        values: npt.NDArray[np.float32] | None = None,  # [T, C], filled if given
+    ) -> npt.NDArray[np.float32]:
+        """The same of chosen units."""
+        counters = self._counters
         y = np.empty(h.shape, np.float32)
         start = time.perf_counter()
         block = max(8, BLOCK_BYTES // (4 * h.shape[1]))
@@ -100,13 +113,15 @@ class ColdSide:
                 skip_zeros=self._skip_zeros,
                 out=y[rows],
                 live=None if live is None else live[rows],
+                admit=None if admit is None else admit[rows],
+                values=None if values is None else values[rows],
             )
             found = int(result.live_count.sum())
             counters.bytes_read += result.bytes_read
             counters.live += found
             counters.live_first_layer += found if layer == 0 else 0
         counters.seconds += time.perf_counter() - start
-        counters.computed += len(units) * len(h)
+        counters.computed += len(units) * len(h) if admit is None else int(admit.sum())
         return y
 
     def run_active(self, layer: int, h: npt.NDArray[np.float32], active: npt.NDArray[np.bool_]) -> npt.NDArray:

@@ -17,7 +17,8 @@ from dynajax.chat import chat_ids
 from dynajax.config import EngineConfig
 from dynajax.engine.continuation import Continuation
 from dynajax.engine.failures import translated_errors
-from dynajax.engine.observing import Observe, Observer
+from dynajax.engine.figures import layers_of
+from dynajax.engine.observing import Observe, Observer, Seen
 from dynajax.engine.opening import Parts, open_parts
 from dynajax.engine.report import Phases, make_results
 from dynajax.engine.result import Event, Result
@@ -123,10 +124,17 @@ class Engine:
         both sides. Both are copies; calls come in the order of layers, in the thread that generates. Slower: a step
         runs layer by layer, and every unit's gate twice.
         """
+        self.watch(None if tell is None else lambda seen: tell(seen.layer, seen.hidden, seen.live))
+
+    def watch(self, tell: Callable[[Seen], None] | None, *, streams: bool = False, values: bool = False) -> None:
+        """`observe` with more to see: streams, what the FFN's norm reads; values, how large each unit's value is.
+
+        values are there only for a model whose activation has no zeros.
+        """
         with self._turn:
             parts = self._open_parts()
-            programs = parts.prepared.programs
-            observer = None if tell is None else Observer(tell, programs, parts.pool, parts.cold)
+            made = (parts.prepared.programs, parts.stepper.weights, parts.pool, parts.cold)
+            observer = None if tell is None else Observer(tell, *made, streams=streams, values=values)
             parts.layers.observer = observer
 
     def stop(self) -> None:
@@ -138,14 +146,16 @@ class Engine:
         parts = self._open_parts()
         return {
             "model": parts.prepared.model,
-            "sparsity": parts.prepared.sparsity,
-            "policy": parts.prepared.policy,
-            "predictor": "none",
+            "sparsity": parts.prepared.strategy.sparsity,
+            "policy": parts.policy,
+            "predictor": parts.prepared.prediction.kind,
+            "staging": None if parts.plans is None else parts.plans.staging_name,
             "host_mode": parts.prepared.host_mode,
             "memory": parts.memory_figures(),
             "pool_slots": list(parts.pool.slots),
             "programs": parts.prepared.programs.count,
             "program_kinds": [list(kind) for kind in parts.prepared.programs.kinds],
+            "layers": layers_of(parts),
         }
 
     def close(self) -> None:
@@ -183,7 +193,7 @@ class Engine:
             self._finish(parts, rows, phases)
             raise
         except BaseException:
-            parts.stepper.reset_state()
+            parts.recover()
             raise
         self._finish(parts, rows, phases)
 

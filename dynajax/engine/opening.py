@@ -18,7 +18,9 @@ from dynajax.bundles import HostStore, load_store, one_arena
 from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig
 from dynajax.engine.cold import ColdSide
-from dynajax.engine.planning import Prepared, prepare
+from dynajax.engine.planned import PlannedRunner
+from dynajax.engine.planning import Prepared, load_statistics, prepare
+from dynajax.engine.plans import Plans, make_plans
 from dynajax.engine.stepper import Stepper
 from dynajax.engine.threads import ThreadsRunner
 from dynajax.engine.token import TokenRunner
@@ -45,8 +47,9 @@ class Parts:
     store: HostStore
     pool: DevicePool
     cold: ColdSide
-    runner: ThreadsRunner | TokenRunner
+    runner: ThreadsRunner | TokenRunner | PlannedRunner
     layers: ThreadsRunner  # the same, or what the other prefills with
+    plans: Plans | None  # where decoding goes by plans
     stepper: Stepper
     meter: PeakMeter
     load_s: float
@@ -72,6 +75,13 @@ class Parts:
             raise UsageError(f"prompt ids must be in [0, {spec.vocab}), got {outside[0]}")
         return ids
 
+    @property
+    def policy(self) -> str:
+        """The policy that runs: another than was prepared once dynamic placement was given up."""
+        if self.plans is not None and self.plans.runner.gave_up:
+            return "static"
+        return self.prepared.strategy.policy
+
     def reset_counters(self) -> None:
         """Start counting a new generation's decode steps."""
         self.stepper.reset_counters()
@@ -90,12 +100,22 @@ class Parts:
         }
 
     def close(self) -> None:
-        """Check the books; the worker threads end in any case."""
+        """Check the books; the threads end in any case."""
         try:
+            if self.plans is not None:
+                self.plans.check()
             self.pool.check()
             self.store.check()
         finally:
+            if self.plans is not None:
+                self.plans.close()
             self.cold.close()
+
+    def recover(self) -> None:
+        """After a failed step: fresh caches, and where plans moved neurons a fresh pool and a fresh scheduler."""
+        self.stepper.reset_state()
+        if self.plans is not None:
+            self.plans.restart()
 
 
 def open_parts(
@@ -171,8 +191,26 @@ def load_parts(
         progress("place", layer + 1, spec.layers)
 
     store = load_units(checkpoint, prepared, pool, host, loaded(spec.layers), placed)
-    cold = ColdSide(store, placement, host, spec.activation, skip_zeros=prepared.sparsity == "exact")
+    skip_zeros = prepared.strategy.sparsity != "dense"
+    cold = ColdSide(store, pool, host, spec.activation, skip_zeros=skip_zeros)
     layers = runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
+    plans = None
+    if prepared.strategy.planned:
+        plans = make_plans(
+            prepared,
+            checkpoint.fingerprint(),
+            weights=weights,
+            store=store,
+            pool=pool,
+            host=host,
+            cold=cold,
+            aside=ColdSide(store, pool, host, spec.activation, skip_zeros=skip_zeros),
+            layers=layers,
+            statistics=load_statistics(config.stats, prepared.folder, spec, checkpoint.fingerprint()),
+            staging=config.staging,
+            deterministic=config.deterministic,
+        )
+        runner = plans.runner
     if prepared.host is not None:
         prepared.host.attach(cold)
         runner = TokenRunner(programs, weights, pool, prepared.host, layers)
@@ -189,6 +227,7 @@ def load_parts(
         cold=cold,
         runner=runner,
         layers=layers,
+        plans=plans,
         stepper=stepper,
         meter=meter,
         load_s=time.perf_counter() - start - (programs.compile_s - compiled_s),

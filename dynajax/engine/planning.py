@@ -14,22 +14,26 @@ import numpy.typing as npt
 
 from dynajax import budget
 from dynajax.budget import MemoryPlan
-from dynajax.checkpoint import read_spec, read_stats, stats_path
+from dynajax.checkpoint import read_contributions, read_spec, read_stats, stats_path
 from dynajax.checkpoint.generation import GENERATION_NAME, read_generation_config
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
 from dynajax.engine.hosts import Host, make_host, offload_mode
+from dynajax.engine.prediction import NONE, Prediction, choose
+from dynajax.engine.strategy import Strategy, resolve
 from dynajax.errors import FitError, ModelError, UsageError
 from dynajax.model_folder import model_folder
 from dynajax.plan import Placement
-from dynajax.policy.placement import block_units, place_static
+from dynajax.policy.placement import block_units, place_equal, place_static
+from dynajax.policy.swaps import rung_below, swap_ladder
 from dynajax.programs import Programs, Shapes
 from dynajax.programs.shapes import round_ctx
-from dynajax.transfer import fill_piece
+from dynajax.transfer import RING, fill_piece
 from hostcompute import ffi
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CTX = 4096
+MOST_STAGED = 72  # units sent at a time while decoding
 Progress = Callable[[str, int, int], None]
 
 
@@ -45,8 +49,9 @@ class Prepared:
     eos_ids: tuple[int, ...]
     host_dtype: str
     ctx: int  # tokens a sequence may have; the cache may hold a few more
-    sparsity: str
-    policy: str
+    strategy: Strategy
+    prediction: Prediction
+    staged: int  # units sent at a time while decoding; 0 where nothing moves
     programs: Programs
     memory: MemoryPlan
     placement: Placement
@@ -74,20 +79,26 @@ def prepare(
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
     ctx = resolve_ctx(config, spec)
     shapes = Shapes(spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch)
-    policy = "static" if config.policy == "auto" else config.policy
-    layout = lay_out(config, shapes, policy, device, progress)
-    unit = budget.unit_bytes(spec, dtype)
+    strategy = resolve(config, spec, folder, fingerprint, device.platform)
+    layout = lay_out(config, strategy, shapes, device, progress)
+    if layout.mode == "resident":
+        strategy = strategy.resident(spec)
+    unit, host_unit = budget.unit_bytes(spec, dtype), budget.unit_bytes(spec, host_dtype)
+    prediction, staged, smallest = NONE, 0, sum(layout.fixed.values())
+    if strategy.planned:
+        layout, prediction, staged, smallest = add_plans(layout, strategy, host_unit, fingerprint)
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
-    placement = place_static(frequency, unit, layout.pool_bytes if policy == "static" else 0)
+    place = place_equal if strategy.moves else place_static
+    placement = place(frequency, unit, 0 if strategy.policy == "none" else layout.pool_bytes)
     if config.stats == "auto" and not frequency.any() and 0 < placement.resident < frequency.size:
         log.warning("no activation statistics in %s: neurons are placed by their number", folder)
-    gpu, needed = device.platform != "cpu", sum(layout.fixed.values())
+    gpu = device.platform != "cpu"
     memory = MemoryPlan(
         model=model,
         budget_bytes=layout.budget_bytes,
         pool=placement.resident * unit,
         margin=budget.margin_bytes(layout.budget_bytes, gpu=gpu),
-        smallest_budget_bytes=budget.smallest_budget(needed, gpu=gpu),
+        smallest_budget_bytes=budget.smallest_budget(smallest, gpu=gpu),
         host=budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"),
         units_total=spec.layers * spec.ffn,
         units_resident=placement.resident,
@@ -100,8 +111,9 @@ def prepare(
         **generation(folder, spec),
         host_dtype=host_dtype,
         ctx=ctx,
-        sparsity=resolve_sparsity(config, spec),
-        policy=policy,
+        strategy=strategy,
+        prediction=prediction,
+        staged=staged,
         programs=layout.programs,
         memory=memory,
         placement=placement,
@@ -122,15 +134,26 @@ class Layout:
     fixed: dict[str, int]
     budget_bytes: int
     pool_bytes: int  # what is left
+    unlimited: bool  # the budget is whatever is needed
+    gpu: bool
 
 
-def lay_out(config: EngineConfig, shapes: Shapes, policy: str, device: jax.Device, progress: Progress) -> Layout:
-    """Resident if the mode is `auto` and every unit fits beside the resident programs; else the offload mode."""
-    if config.host_mode == "auto" and policy == "static":
+def lay_out(
+    config: EngineConfig, strategy: Strategy, shapes: Shapes, device: jax.Device, progress: Progress
+) -> Layout:
+    """Resident if the mode is `auto` and every unit fits beside the resident programs; else the offload mode.
+
+    Who asks for skipping gets it, wherever the units are.
+    """
+    if config.host_mode == "auto" and strategy.policy != "none" and config.sparsity != "predicted":
         layout = _try(config, "resident", shapes, device, progress)
         if layout is not None:
             return layout
-    mode = offload_mode(config.host_mode, device.platform)
+    mode = "threads" if strategy.planned else offload_mode(config.host_mode, device.platform)
+    if strategy.planned:
+        layout = _try(config, "planned", shapes, device, progress)
+        assert layout is not None
+        return replace(layout, mode=mode)
     if config.host_mode == "auto" and mode == "threads" and device.platform == "cpu":
         log.warning("host mode threads, which is slower than ffi: %s", ffi.unavailable())
     layout = _try(config, mode, shapes, device, progress)
@@ -164,7 +187,45 @@ def _try(config: EngineConfig, mode: str, shapes: Shapes, device: jax.Device, pr
         fixed=fixed,
         budget_bytes=total,
         pool_bytes=budget.pool_budget(total, needed, gpu=gpu),
+        unlimited=limit is None,
+        gpu=gpu,
     )
+
+
+def add_plans(
+    layout: Layout, strategy: Strategy, host_unit: int, fingerprint: str | None
+) -> tuple[Layout, Prediction, int, int]:
+    """The layout with what plans need beside the pool -> that, the predictors, units sent at a time, and the least
+    bytes that everything but a pool takes."""
+    shapes, programs = layout.programs.shapes, layout.programs
+    staged = rung_below(max(1, block_units(shapes.spec.ffn) // 20), swap_ladder(MOST_STAGED)) if strategy.moves else 0
+    staging = {"staging": RING * staged * host_unit}
+    wanted = {"skips": strategy.skips, "places": strategy.places}
+
+    def chosen(room: int | None) -> Prediction:
+        return choose(shapes.spec, strategy.knobs, strategy.trained, fingerprint, room_bytes=room, **wanted)
+
+    smallest = chosen(0)
+    prediction = chosen(layout.pool_bytes)
+    for place in prediction.entries:
+        programs.forms[prediction.scoring(place).name] = prediction.scoring(place)
+    scores = [("score", shapes.batch, name) for name in programs.forms]
+    temporaries = max([layout.temporaries, *(programs.temp_bytes(*key) for key in scores)])
+    kept = shapes.batch * shapes.spec.ffn * (1 + len(prediction.entries))  # scores [B, F]
+    fixed = fixed_bytes(shapes, temporaries + kept) | staging
+    least = sum(fixed.values()) + smallest.bytes
+    fixed |= {"predictors": prediction.bytes}
+    total = layout.budget_bytes
+    if layout.unlimited:
+        total += sum(fixed.values()) - sum(layout.fixed.values())
+    grown = replace(
+        layout,
+        temporaries=temporaries,
+        fixed=fixed,
+        budget_bytes=total,
+        pool_bytes=budget.pool_budget(total, sum(fixed.values()), gpu=layout.gpu),
+    )
+    return grown, prediction, staged, least
 
 
 def compiled_for(mode: str, shapes: Shapes, progress: Progress) -> tuple[Host | None, Programs, int]:
@@ -229,6 +290,8 @@ def largest_programs(shapes: Shapes, mode: str) -> list[tuple]:
     match mode:
         case "threads":
             return [*prefill, ("head",), ("attend_rows", prefix), ("hot_rows", spec.ffn)]
+        case "planned":
+            return [*prefill, ("head",), ("attend_rows", prefix), ("hot_admitted_rows", spec.ffn)]
         case "resident":
             return [*prefill, ("token_rows", prefix, *full)]
     almost = (max(0, spec.ffn - block_units(spec.ffn)),) * spec.layers  # a share for the host in every layer
@@ -237,7 +300,7 @@ def largest_programs(shapes: Shapes, mode: str) -> list[tuple]:
 
 def unseen_bytes(shapes: Shapes, mode: str) -> int:
     """What a full pool adds to the temporaries of a program whose pools lack one block, which saves compiling it."""
-    return 0 if mode in ("threads", "resident") else 4 * 4 * shapes.batch * block_units(shapes.spec.ffn)
+    return 0 if mode in ("threads", "planned", "resident") else 4 * 4 * shapes.batch * block_units(shapes.spec.ffn)
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tuple[str, str]:
@@ -286,13 +349,15 @@ def budget_limit(config: EngineConfig, device: jax.Device) -> int | None:
     return total
 
 
-def resolve_sparsity(config: EngineConfig, spec: ModelSpec) -> str:
-    """exact where the activation has true zeros, dense where it has none."""
-    if config.sparsity == "auto":
-        return "exact" if spec.activation.has_zeros else "dense"
-    if config.sparsity == "exact" and not spec.activation.has_zeros:
-        raise UsageError(f"--sparsity exact needs true zeros, which {spec.activation.kind} has not: use dense")
-    return config.sparsity
+def load_statistics(
+    stats: str, folder: Path, spec: ModelSpec, fingerprint: str | None
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None]:
+    """frequency [L, F], and where the file has them mass [L, F] and cosine [L, 3]."""
+    frequency = load_frequency(stats, folder, spec, fingerprint)
+    path = stats_path(folder) if stats == "auto" else Path(stats)
+    if stats == "none" or not path.exists():
+        return frequency, None, None
+    return frequency, *read_contributions(path, spec)
 
 
 def load_frequency(

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Literal
 
 from dynajax.engine.continuation import Continuation
+from dynajax.engine.figures import units_of
 from dynajax.engine.opening import Parts
-from dynajax.engine.result import Result, Timings, Units, ratio
+from dynajax.engine.result import Result, Timings, ratio
 
 
 class Phases:
@@ -48,9 +49,9 @@ def _make_result(parts: Parts, row: Continuation, phases: Phases, prefilled: int
         prompt_tokens=len(row.prompt),
         finish_reason=row.finish_reason or "cancelled",
         seed=row.seed,
-        sparsity=prepared.sparsity,
-        policy=prepared.policy,
-        predictor="none",
+        sparsity=prepared.strategy.sparsity,
+        policy=parts.policy,
+        predictor=prepared.prediction.kind,
         timings=Timings(
             load_s=parts.load_s,
             compile_s=prepared.programs.compile_s,
@@ -59,7 +60,7 @@ def _make_result(parts: Parts, row: Continuation, phases: Phases, prefilled: int
             prefill_tok_s=ratio(prefilled, phases.prefill_s) if prefilled else None,
             decode_tok_s=ratio(parts.stepper.rows, phases.decode_s) if parts.stepper.rows else None,
         ),
-        units=_units(parts),
+        units=units_of(parts),
         ffn={
             "hot_s": hot_s,
             "cold_s": counters.seconds,
@@ -67,26 +68,4 @@ def _make_result(parts: Parts, row: Continuation, phases: Phases, prefilled: int
         },
         memory=parts.memory_figures(),
         host={"bytes_read": counters.bytes_read, "gb_s": ratio(counters.bytes_read / 1e9, counters.seconds)},
-    )
-
-
-def _units(parts: Parts) -> Units:
-    """Shares weighted by counts over layers and decoded tokens."""
-    spec, counters, rows = parts.prepared.spec, parts.cold.counters, parts.stepper.rows
-    hot_live = parts.stepper.live_slots()
-    hot, live = int(hot_live.sum()), int(hot_live.sum()) + counters.live
-    later_hot = hot - int(hot_live[0])
-    later_live = live - int(hot_live[0]) - counters.live_first_layer
-    hot_computed = sum(parts.pool.slots) * rows
-    return Units(
-        kind="neuron",
-        live_per_token=ratio(live, rows),
-        hot_share=ratio(hot, live),
-        hot_share_layers_ge_1=ratio(later_hot, later_live),
-        computed_hot_share=ratio(hot_computed, hot_computed + counters.computed),
-        migrated=0,
-        migrated_bytes=0,
-        late_plans=0,
-        density=ratio(live, rows * spec.layers * spec.ffn),
-        recall=None,
     )

@@ -98,7 +98,10 @@ class ThreadsRunner:
         y_cold = self._zeros
         for layer, leaves in enumerate(self._weights.layers):
             k, v = state.ks[layer], state.vs[layer]
+            stream = self.observer.before(x, 0, y_cold) if self.observer is not None else None
             x, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, x, y_cold, positions)
+            if self.observer is not None and stream is None:
+                stream = self.observer.after(layer, x, 0, len(y_cold))
             if self.watch is not None:
                 self.watch(layer, np.asarray(h))
             cold = self._cold.has(layer)
@@ -107,7 +110,7 @@ class ThreadsRunner:
             if self._pool.slots[layer]:
                 x = self._hot_rows(state, layer, x, h, active)
             if self.observer is not None:
-                y_cold = self._observed_rows(self.observer, layer, h, active)
+                y_cold = self._observed_rows(self.observer, layer, h, active, stream)
             else:
                 y_cold = self._cold.run_active(layer, np.asarray(h), active) if cold else self._zeros
         return programs.get("head")(weights.norm, weights.table, x, y_cold)
@@ -121,11 +124,15 @@ class ThreadsRunner:
         y_cold, layers = zeros, len(self._weights.layers)
         for layer in range(layers):
             last = layer == layers - 1
-            hidden, hot = [], []
+            hidden, hot, streams = [], [], []
             for piece, y in zip(pieces, y_cold, strict=True):
+                before = self.observer.before(state.xs, piece[0], y) if self.observer is not None else None
                 h = self._attend_chunk(state, layer, row, piece, y)
                 if self.watch is not None:
                     self.watch(layer, np.asarray(h)[: piece[2]])
+                if self.observer is not None:
+                    stream = self.observer.after(layer, state.xs, *piece[:2]) if before is None else before
+                    streams.append(None if stream is None else stream[: piece[2]])
                 if not last:
                     self._hot_chunk(state, layer, h, piece[0])
                 if piece[0] == 0:  # the widest chunk's h is alive
@@ -134,7 +141,7 @@ class ThreadsRunner:
                     hot.append(self.observer.hot(layer, h)[: piece[2]])
                 if self.observer is not None or (self._cold.has(layer) and not last):
                     hidden.append(np.asarray(h)[: piece[2]].copy())  # a view would keep h on the device
-            y_cold = self._cold_chunks(layer, pieces, hidden, hot) if hidden else zeros
+            y_cold = self._cold_chunks(layer, pieces, hidden, hot, streams) if hidden else zeros
             on_part(layer + 1, layers)
 
     def _hot_rows(self, state: DeviceState, layer: int, x: jax.Array, h: jax.Array, active) -> jax.Array:
@@ -165,19 +172,32 @@ class ThreadsRunner:
             with self._pool.lock:
                 state.xs = hot(state.xs, h, self._pool.parts(layer), np.int32(start))
 
-    def _observed_rows(self, observer: Observer, layer: int, h: jax.Array, active: npt.NDArray[np.bool_]) -> Rows:
+    def _observed_rows(
+        self,
+        observer: Observer,
+        layer: int,
+        h: jax.Array,
+        active: npt.NDArray[np.bool_],
+        stream: Rows | None,
+    ) -> Rows:
         """The host's half of the active rows, and the observer told of them."""
         y_cold = np.zeros_like(self._zeros)
         if active.any():
-            y_cold[active] = observer.compute(layer, np.asarray(h)[active], [observer.hot(layer, h)[active]])
+            streams = [None if stream is None else stream[active]]
+            y_cold[active] = observer.compute(layer, np.asarray(h)[active], [observer.hot(layer, h)[active]], streams)
         return y_cold
 
     def _cold_chunks(
-        self, layer: int, pieces: list[Piece], hidden: list[Rows], hot: list[npt.NDArray[np.bool_]]
+        self,
+        layer: int,
+        pieces: list[Piece],
+        hidden: list[Rows],
+        hot: list[npt.NDArray],
+        streams: list[Rows | None],
     ) -> list[Rows]:
         """The host's half for all chunks at once, cut back into padded chunks."""
         h = np.concatenate(hidden)
-        y = self._cold.run(layer, h) if self.observer is None else self.observer.compute(layer, h, hot)
+        y = self._cold.run(layer, h) if self.observer is None else self.observer.compute(layer, h, hot, streams)
         chunks = []
         for start, size, count in pieces:
             chunk = np.zeros((size, y.shape[1]), np.float32)

@@ -50,8 +50,9 @@ def pool_ffn(
     h: jax.Array,  # [T, D] float32, the FFN's input
     parts: tuple[jax.Array, ...],  # (gate,) up, down, each [G, D]: one neuron a row
     activation: Activation,
+    admit: jax.Array | None = None,  # [T, G] bool: what is not admitted adds nothing; None admits all
 ) -> tuple[jax.Array, jax.Array]:
-    """The part of the FFN that lives in a pool -> [T, D] float32, and which slots are live [T, G].
+    """The part of the FFN that lives in a pool -> [T, D] float32, and which slots are live [T, G], admitted or not.
 
     The host adds the units that are not in the pool. The parts are separate arrays because slicing one [G, P, D] array
     costs a temporary as large as the pool.
@@ -59,6 +60,8 @@ def pool_ffn(
     *ups, down = parts
     products = [contract("TD,GD->TG", h, part) for part in ups]
     values, live = combine(products[0], products[1] if len(ups) == 2 else None, activation)
+    if admit is not None:
+        values = jnp.where(admit, values, jnp.float32(0))
     return contract("TG,GD->TD", values, down), live
 
 

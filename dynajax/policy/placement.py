@@ -47,9 +47,29 @@ def layer_slots(
     return tuple(int(count) for count in slots)
 
 
+def equal_slots(layers: int, units: int, unit_bytes: int, pool_bytes: int) -> tuple[int, ...]:
+    """As many slots for every layer, up to one block of ceil(units/16): the first layers get the blocks that remain.
+
+    What a layer can use then depends on the text, which dynamic placement follows; measured, this places better for it
+    than slots by frequency, which give the first layer far too many. Two pool sizes at most.
+    """
+    block = -(-units // (2 * LEVELS))
+    blocks = pool_bytes // (unit_bytes * block)
+    each, more = divmod(blocks, layers)
+    return tuple(min(units, block * (each + (layer < more))) for layer in range(layers))
+
+
+def place_equal(frequency: npt.NDArray[np.float32], unit_bytes: int, pool_bytes: int) -> Placement:
+    """The most frequent units of every layer, as many as `equal_slots` grants; equal frequencies by id."""
+    return _place(frequency, equal_slots(*frequency.shape, unit_bytes, pool_bytes))
+
+
 def place_static(frequency: npt.NDArray[np.float32], unit_bytes: int, pool_bytes: int) -> Placement:
     """The most frequent units of every layer, as many as `layer_slots` grants; equal frequencies by id."""
-    slots = layer_slots(frequency, unit_bytes, pool_bytes)
+    return _place(frequency, layer_slots(frequency, unit_bytes, pool_bytes))
+
+
+def _place(frequency: npt.NDArray[np.float32], slots: tuple[int, ...]) -> Placement:
     order = np.argsort(-frequency, axis=1, kind="stable")
     buckets = tuple(np.sort(order[i, :count]).astype(np.int32) for i, count in enumerate(slots))
     return Placement(buckets, frequency.shape[1])

@@ -1,6 +1,6 @@
 """The jitted programs of the engine: their shapes, their bodies, and the cache that compiles them once."""
 
-from dynajax.programs.cache import MAX_PROGRAMS, Programs
+from dynajax.programs.cache import MAX_PROGRAMS, Programs, Scoring
 from dynajax.programs.shapes import Shapes, bucket_of, prefix_buckets, split_chunks
 
-__all__ = ["MAX_PROGRAMS", "Programs", "Shapes", "bucket_of", "prefix_buckets", "split_chunks"]
+__all__ = ["MAX_PROGRAMS", "Programs", "Scoring", "Shapes", "bucket_of", "prefix_buckets", "split_chunks"]

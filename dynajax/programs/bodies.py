@@ -13,8 +13,13 @@ import jax.numpy as jnp
 
 from dynajax.config import ModelSpec
 from dynajax.models.decoder import AttentionBlock, add_ffn, embed, normed, scaled
-from dynajax.ops.ffn import pool_ffn
+from dynajax.ops.ffn import combine, pool_ffn
 from dynajax.ops.linear import contract
+from predictors.forms import Form, Shape
+from predictors.scoring import probabilities, scores, to_uint8
+
+LIVE, ADMITTED = 1, 2  # marks of a slot
+HALVINGS = 24  # of the range of scores
 
 Parts = tuple[jax.Array, ...]
 HostFfn = Callable[[jax.Array, jax.Array], jax.Array]  # h [T,W], rows that count bool[T] -> y_cold [T,W]
@@ -67,9 +72,58 @@ def hot_chunk(xs, h, parts: Parts, start, *, spec: ModelSpec):
     return jax.lax.dynamic_update_slice_in_dim(xs, add_ffn(spec, old, y), start, axis=0)
 
 
+def hot_admitted_rows(x, h, parts: Parts, bucket, scores, theta, *, spec: ModelSpec):
+    """`hot_rows` for the slots whose unit's score reaches theta: bucket [G] slot -> unit, scores [B,F] uint8.
+
+    -> x [B,D], and of every slot [B,G] uint8: LIVE if its activation is not zero, ADMITTED if it was computed.
+    """
+    admit = jnp.take(scores, bucket, axis=1, mode="clip") >= theta
+    y, live = pool_ffn(h, parts, spec.activation, admit)
+    return add_ffn(spec, x, y), live.astype(jnp.uint8) * jnp.uint8(LIVE) + admit.astype(jnp.uint8) * jnp.uint8(ADMITTED)
+
+
+def hot_admitted_chunk(xs, h, parts: Parts, bucket, scores, theta, start, *, spec: ModelSpec):
+    """`hot_chunk` for the slots whose unit's score reaches theta, and the same marks [T,G]."""
+    old = jax.lax.dynamic_slice_in_dim(xs, start, h.shape[0])
+    new, marks = hot_admitted_rows(old, h, parts, bucket, scores, theta, spec=spec)
+    return jax.lax.dynamic_update_slice_in_dim(xs, new, start, axis=0), marks
+
+
+def score(params, stream, h, slope, intercept, *, shape: Shape, form: Form, density: float | None):
+    """What a predictor says of a layer's neurons [B,F], uint8: 255 times the probability of being live.
+
+    stream, h [B,D]: what `form` may read. With a density the score is relative to the row's own quantile: it reaches
+    1/2 for exactly the share `density` of a row's neurons.
+    """
+    z = scores(params, stream if form.reads == "stream" else h[:, : shape.hidden], shape, form)
+    if density is not None:
+        z, intercept = z - quantile(z, density), jnp.float32(0)
+    return to_uint8(probabilities(z, slope, intercept))
+
+
+def quantile(z, density: float):
+    """Of every row of z [B,F] a value that the largest `density` share of it reaches: [B,1]. Bisection: no sort."""
+    wanted = jnp.int32(max(1, round(density * z.shape[1])))
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) * jnp.float32(0.5)
+        fits = jnp.sum(z >= middle, axis=1, keepdims=True, dtype=jnp.int32) <= wanted
+        return jnp.where(fits, low, middle), jnp.where(fits, middle, high)
+
+    highest = jnp.max(z, axis=1, keepdims=True)
+    return jax.lax.fori_loop(0, HALVINGS, halve, (jnp.min(z, axis=1, keepdims=True), highest))[1]
+
+
 def live_slots(h, parts: Parts, *, spec: ModelSpec):
-    """h [T,W] -> which slots are live [T,G]; for an observer, the FFN itself is another program's."""
-    return pool_ffn(h, parts, spec.activation)[1]
+    """For an observer, the FFN itself is another program's: h [T,W] -> which slots are live [T,G].
+
+    Where the activation has no zeros: how large each slot's value is, float32; all are live.
+    """
+    *ups, _ = parts
+    products = [contract("TD,GD->TG", h, part) for part in ups]
+    values, live = combine(products[0], products[1] if len(ups) == 2 else None, spec.activation)
+    return live if spec.activation.has_zeros else jnp.abs(values)
 
 
 def embed_rows(tables: Parts, ids, positions, *, spec: ModelSpec):
@@ -91,6 +145,14 @@ def head(norm: Parts, table, x, y_cold, *, spec: ModelSpec):
     """Final norm and head: x [B,D], y_cold [B,W] -> logits [B,V] float32. norm: weight, and bias where it has one."""
     x = normed(spec, add_ffn(spec, x, y_cold), norm[0], norm[1] if len(norm) == 2 else None)
     return contract("BD,VD->BV", scaled(x, spec.logit_scale), table)
+
+
+def next_logprobs(norm: Parts, table, xs, y_cold, ids, start, *, spec: ModelSpec):
+    """Of the T = y_cold.shape[0] tokens of xs [S,D] from `start`: log p(ids [T]), each the token after its position."""
+    x = jax.lax.dynamic_slice_in_dim(xs, start, y_cold.shape[0])
+    logits = head(norm, table, x, y_cold, spec=spec)
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1, mode="clip")[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=1)
 
 
 def token_rows(ends, blocks, caches, pools, hosts: Hosts, start, tally, positions, active, *, prefix: int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from dynajax.models.decoder import AttentionBlock
 from dynajax.ops.ffn import write_slots
 from dynajax.programs import bodies
 from dynajax.programs.shapes import Shapes
+from predictors.forms import Form, Shape, param_shapes
 
 MAX_PROGRAMS = 60
 
@@ -28,6 +30,20 @@ _HANDLE = _shape((2,), "uint32")  # which engine's host a whole-token program ca
 HostCall = Callable[[jax.Array, int, jax.Array, jax.Array], jax.Array]  # handle, layer, h [T,W], rows -> y_cold
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """What predictors that share a program have in common."""
+
+    form: Form
+    dtype: str = "float16"  # of trained matrices
+    density: float | None = None  # the share of a row's neurons whose score reaches 1/2; None: as calibrated
+
+    @property
+    def name(self) -> str:
+        share = "" if self.density is None else f"@{self.density:g}"
+        return f"{self.form.name}-{self.form.reads}{'-weighted' * self.form.weighted}-{self.dtype}{share}"
+
+
 class Programs:
     """Compiled programs by kind and sizes, each compiled when it is first asked for.
 
@@ -37,6 +53,7 @@ class Programs:
 
     def __init__(self, shapes: Shapes, host_call: HostCall | None = None):
         self.shapes = shapes
+        self.forms: dict[str, Scoring] = {}  # kinds of predictors by the name that `score` knows them by
         self.compile_s = 0.0
         self._host_call = host_call
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -127,6 +144,26 @@ class Programs:
         args = (self._xs, self._chunk(size), self._parts(slots), _INT)
         return self._jit(bodies.hot_chunk, donate=0).lower(*args)
 
+    def hot_admitted_rows(self, slots: int) -> jax.stages.Lowered:
+        args = (self._rows, self._wide_rows, self._parts(slots), *self._admission(self.shapes.batch, slots))
+        return self._jit(bodies.hot_admitted_rows).lower(*args)
+
+    def hot_admitted_chunk(self, size: int, slots: int) -> jax.stages.Lowered:
+        args = (self._xs, self._chunk(size), self._parts(slots), *self._admission(size, slots), _INT)
+        return self._jit(bodies.hot_admitted_chunk, donate=0).lower(*args)
+
+    def score(self, size: int, name: str) -> jax.stages.Lowered:
+        kind, shape, number = self.forms[name], Shape.of(self.shapes.spec), _shape(())
+        body = partial(bodies.score, shape=shape, form=kind.form, density=kind.density)
+        arrays = param_shapes(shape, kind.form, kind.dtype)
+        params = {key: _shape(dims, dtype) for key, (dims, dtype) in arrays.items()}
+        stream = _shape((size, self.shapes.spec.hidden))
+        return jax.jit(body).lower(params, stream, self._chunk(size), number, number)
+
+    def next_logprobs(self, size: int) -> jax.stages.Lowered:
+        ids = _shape((size,), "int32")
+        return self._jit(bodies.next_logprobs).lower(self._norm, self._table, self._xs, self._chunk(size), ids, _INT)
+
     def live_slots(self, size: int, slots: int) -> jax.stages.Lowered:
         return self._jit(bodies.live_slots).lower(self._chunk(size), self._parts(slots))
 
@@ -156,6 +193,10 @@ class Programs:
 
     def _chunk(self, size: int) -> jax.ShapeDtypeStruct:
         return _shape((size, self.shapes.spec.unit_width))
+
+    def _admission(self, size: int, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """bucket, scores, theta."""
+        return _shape((slots,), "int32"), _shape((size, self.shapes.spec.ffn), "uint8"), _shape((), "uint8")
 
     def _hosts(self, handle: jax.Array, slots: Sequence[int]) -> bodies.Hosts:
         """The host's function for every layer that has units left for it."""

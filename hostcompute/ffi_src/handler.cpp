@@ -95,7 +95,7 @@ class Call {
     int64_t* totals = at_least(&scratch, active_.count + 1);
     const int64_t status =
         layer_->ffn(layer_->pool, layer_->arena, x, active_.count, layer_->units, layer_->count, layer_->activation,
-                    layer_->threshold, layer_->skip_zeros, y, nullptr, totals);
+                    layer_->threshold, layer_->skip_zeros, nullptr, y, nullptr, nullptr, totals);
     if (status != hc_ok) return status;
     int64_t live = 0;
     for (int64_t t = 0; t < active_.count; ++t) live += totals[t];

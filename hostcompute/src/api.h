@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-constexpr int32_t hc_abi = 3;
+constexpr int32_t hc_abi = 4;
 
 #define HC_API extern "C" __attribute__((visibility("default")))
 
@@ -31,12 +31,14 @@ HC_API void* hc_pool_create(int32_t threads, const char* isa, int32_t* status);
 HC_API void hc_pool_destroy(void* pool);
 HC_API const char* hc_pool_isa(void* pool);
 
-// y[B,D] = FFN of x[B,D] over `count` units. live: uint8 [B,count] or null. totals: int64 [B + 1], the
-// live units of each row, then the bytes of weights read. activation: 0 relu, 1 fatrelu, 2 silu, 3 drelu; the
-// last one, relu(gate) * relu(up), needs three parts.
+// y[B,D] = FFN of x[B,D] over `count` units. activation: 0 relu, 1 fatrelu, 2 silu, 3 drelu; the last one,
+// relu(gate) * relu(up), needs three parts. admit: uint8 [B,count] or null: where it is 0 the unit is zero for the
+// row, whatever its gate; with skip_zeros zeros are then skipped of silu too. live: uint8 [B,count] or null.
+// values: [B,count] or null, what each unit's down row is multiplied with; only where arena->rows is 1. totals: int64
+// [B + 1], the live units of each row, then the bytes of weights read.
 HC_API int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t batch, const int32_t* units,
-                      int64_t count, int32_t activation, float threshold, int32_t skip_zeros, float* y,
-                      uint8_t* live, int64_t* totals);
+                      int64_t count, int32_t activation, float threshold, int32_t skip_zeros, const uint8_t* admit,
+                      float* y, uint8_t* live, float* values, int64_t* totals);
 
 // out[i] = arena[units[i]], whole units.
 HC_API int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units, int64_t count, void* out);

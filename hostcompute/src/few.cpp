@@ -126,7 +126,9 @@ class Few {
   void read_downs(const Block& block) {
     for (int i = 0; i < block.count; ++i) {
       const Step step = next_step();
-      plan_.tiles.axpy[0][tokens_ - 1](&step.row, block.h + i * tokens_, d_, step.next(), y_);
+      const float* h = block.h + i * tokens_;
+      for (int t = 0; t < tokens_; ++t) plan_.tell(block.first + block.needed[i], t, h[t]);
+      plan_.tiles.axpy[0][tokens_ - 1](&step.row, h, d_, step.next(), y_);
     }
   }
 

@@ -1,6 +1,7 @@
 // One FFN call: every thread computes its share of the units, then the shares are added.
 #include "ffn.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -74,6 +75,7 @@ void ffn(Pool& pool, const Kernels& kernels, const FfnCall& call) {
     live = static_cast<uint8_t*>(pool.shared_scratch().data());
   }
   if (marks > 0) std::memset(live, 0, marks);
+  if (call.values != nullptr) std::fill_n(call.values, marks, 0.0f);
   Job job{Plan(call, kernels, pool.threads(), live), pool};
   pool.run(compute, &job);
   reduce(job);

@@ -15,9 +15,11 @@ struct FfnCall {
   Activation activation;
   float threshold;
   bool skip_zeros;
-  float* y;         // [batch, width]; may be x
-  uint8_t* live;    // [batch, count], or null
-  int64_t* totals;  // [batch + 1]
+  const uint8_t* admit;  // [batch, count], or null: every row admits every unit
+  float* y;              // [batch, width]; may be x
+  uint8_t* live;         // [batch, count], or null
+  float* values;         // [batch, count], or null; only where arena.rows is 1
+  int64_t* totals;       // [batch + 1]
 };
 
 int64_t row_bytes(const hc_arena& arena);

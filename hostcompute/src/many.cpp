@@ -28,11 +28,18 @@ class Many {
       for (int64_t t = 0; t < call_.batch; ++t)
         for (int r = 0; r < rows_; ++r) h_[t * rows_ + r] = plan_.activate(first_ + r, t, h_[t * rows_ + r]);
       rows_read += rows_ + (plan_.skip ? skipping() : everything());
+      tell();
     }
     return rows_read;
   }
 
  private:
+  void tell() const {
+    if (call_.values == nullptr) return;
+    for (int64_t t = 0; t < call_.batch; ++t)
+      for (int r = 0; r < rows_; ++r) plan_.tell(first_ + r, t, h_[t * rows_ + r]);
+  }
+
   // Calls kernel(r, n, rows, next) for the listed neurons from r on, n = `tile` or 1 of them at a time.
   template <typename Kernel>
   void for_groups(const int* list, int count, int part, Kernel kernel) const {

@@ -14,7 +14,7 @@ Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* li
       tiles(kernels.tiles[call.arena.dtype]),
       threads(threads),
       live(live),
-      skip(call.skip_zeros && call.activation != silu),  // SiLU has no zeros to look for
+      skip(call.skip_zeros && (call.activation != silu || call.admit != nullptr)),  // SiLU has no zeros of its own
       neurons_(call.count * call.arena.rows),
       row_bytes_(::row_bytes(call.arena)) {
   const int64_t fit = std::clamp<int64_t>(block_bytes / row_bytes_, tile, max_block);
@@ -37,6 +37,7 @@ int Plan::find_rows(int64_t block, const char** rows) const {
 }
 
 float Plan::activate(int64_t neuron, int64_t token, float gate) const {
+  if (call.admit != nullptr && call.admit[mark_of(neuron, token)] == 0) return 0;
   float value;  // the comparisons let a NaN through, so that a numerical failure shows
   switch (call.activation) {
     case relu:
@@ -61,8 +62,13 @@ float Plan::times_up(int64_t neuron, int64_t token, float value, float up) const
   return value;
 }
 
-void Plan::mark(int64_t neuron, int64_t token) const {
+// Where in [batch, count] the neuron's unit is for a token.
+int64_t Plan::mark_of(int64_t neuron, int64_t token) const {
   const int64_t unit = call.arena.rows == 1 ? neuron : neuron / call.arena.rows;  // a division takes a while
+  return token * call.count + unit;
+}
+
+void Plan::mark(int64_t neuron, int64_t token) const {
   // Two threads may mark the same expert; both write the same value.
-  __atomic_store_n(&live[token * call.count + unit], 1, __ATOMIC_RELAXED);
+  __atomic_store_n(&live[mark_of(neuron, token)], 1, __ATOMIC_RELAXED);
 }

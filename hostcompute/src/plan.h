@@ -39,14 +39,20 @@ class Plan {
 
   bool up_decides() const { return skip && call.activation == drelu; }  // which down rows are needed
 
-  // The activation of a neuron's gate for a token; the neuron's unit is marked live if it is not zero. With
-  // dReLU that is left to `times_up`.
+  // The activation of a neuron's gate for a token, zero where the token does not admit the neuron's unit; the unit is
+  // marked live if it is not zero. With dReLU that is left to `times_up`.
   float activate(int64_t neuron, int64_t token, float gate) const;
 
   // What `activate` gave, times up, which dReLU activates too. Zero stays zero, whatever up is.
   float times_up(int64_t neuron, int64_t token, float value, float up) const;
 
+  // Tells the caller, if it asked, what the neuron's down row is multiplied with; zero needs no telling.
+  void tell(int64_t neuron, int64_t token, float value) const {
+    if (call.values != nullptr) call.values[token * call.count + neuron] = value;
+  }
+
  private:
+  int64_t mark_of(int64_t neuron, int64_t token) const;
   void mark(int64_t neuron, int64_t token) const;
 
   int64_t neurons_;

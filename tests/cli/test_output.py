@@ -77,6 +77,16 @@ def test_progress_lines_are_few(capsys):
     assert (captured.out, captured.err) == ("", "load: 100/100\nplace: 2/2\n")
 
 
+def test_the_end_is_guessed_once_a_stage_has_lasted(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("dynajax.cli.output.time.monotonic", lambda: now[0])
+    report = Lines(every_s=1)
+    for now[0], done in ((0, 5), (5, 10), (20, 25), (30, 35), (40, 105), (41, 1005)):
+        report("train", done, 1005)
+    told = "train: 10/1005\ntrain: 25/1005, 16 min left\ntrain: 35/1005, 16 min left\n"
+    assert capsys.readouterr().err == told + "train: 105/1005, 360 s left\ntrain: 1005/1005\n".replace("360 s", "6 min")
+
+
 def test_planning_is_silent_however_long_it_takes(capsys):
     report = Lines(every_s=0)
     report("compile", 1, 2)

@@ -212,7 +212,7 @@ def test_an_error_of_the_host_keeps_its_words_and_the_engine_goes_on(folders, mo
     """A unit that does not exist; the prompt of one token has no prefill, so that it is the step that fails."""
     with opened(folders["relu"], mode) as engine:
         expected = engine.generate([5], max_new_tokens=4).token_ids
-        units = engine._parts.cold._units[1]
+        units = engine._parts.pool.cold(1)
         kept = units[3]
         for _ in range(2):  # jax raises another type from the second run of a program on
             units[3] = 9999

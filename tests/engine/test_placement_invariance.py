@@ -15,6 +15,7 @@ from dynajax.engine import plan_for
 from dynajax.engine.opening import load_parts
 from dynajax.engine.planning import prepare
 from dynajax.plan import Placement
+from dynajax.pool import DevicePool
 from dynajax.testing import make_checkpoint
 from dynajax.testing.oracle import family_logits
 from tests.engine.cases import PROMPT, SPECS
@@ -105,8 +106,8 @@ def test_the_logits_tolerance_notices_one_lost_neuron(models, monkeypatch, mode)
     bucket = np.arange(48, dtype=np.int32)
     placement = Placement((bucket,) * spec.layers, spec.ffn)
     whole = logits_with(models["relu"], placement, "exact", mode)
-    cold = Placement.cold
-    monkeypatch.setattr(Placement, "cold", lambda self, layer: cold(self, layer)[1:])
+    cold = DevicePool.cold
+    monkeypatch.setattr(DevicePool, "cold", lambda self, layer: cold(self, layer)[1:])
     lost = logits_with(models["relu"], placement, "exact", mode)
     assert np.abs(lost - whole).max() > 1e-4 * np.abs(whole).max()
 

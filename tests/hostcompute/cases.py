@@ -1,14 +1,15 @@
 """Random FFN cases whose gates are exact in float32, so that what is live is never a matter of rounding."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from hostcompute import HostPool, ffn_reference
+from hostcompute import HostPool, NumpyPool, ffn_reference
+from hostcompute.reference import values_reference
 
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
@@ -33,13 +34,14 @@ class Case:
     units: np.ndarray  # [C]
     activation: str
     threshold: float
+    admit: np.ndarray | None = None  # [B,C]
 
     @property
     def kind(self) -> dict:
         return {"activation": self.activation, "threshold": self.threshold}
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
-        return ffn_reference(self.x, self.bundle, self.units, self.activation, self.threshold)
+        return ffn_reference(self.x, self.bundle, self.units, self.activation, self.threshold, self.admit)
 
     def tolerance(self) -> float:
         """What rounding in float32 may add up to: a few parts in a million of the sum of all terms' sizes."""
@@ -74,8 +76,9 @@ def cases(draw: st.DrawFn) -> Case:
     width = draw(st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 256])))
     batch = draw(st.one_of(st.integers(1, 9), st.just(70)))
     activation = draw(st.sampled_from(["relu", "fatrelu", "silu", "drelu"]))
-    return make_case(
-        draw(st.integers(0, 2**32 - 1)),
+    seed = draw(st.integers(0, 2**32 - 1))
+    case = make_case(
+        seed,
         batch=batch,
         shape=(neurons, 3 if activation == "drelu" else draw(st.sampled_from([2, 3])), inner, width),
         count=draw(st.sampled_from([0, 1, 3, neurons])),
@@ -83,6 +86,50 @@ def cases(draw: st.DrawFn) -> Case:
         activation=activation,
         threshold=draw(st.sampled_from([0.0, 0.5, 2.0])) if activation == "fatrelu" else 0.0,
     )
+    share = draw(st.sampled_from([None, 0.0, 0.3, 0.9]))
+    return case if share is None else admitting(case, share, seed)
+
+
+def admitting(case: Case, share: float, seed: int = 0) -> Case:
+    """The case with marks at random, of which about this share admits. Any other number than 0 does."""
+    rng = np.random.default_rng(seed)
+    shape = (len(case.x), len(case.units))
+    marks = np.where(rng.random(shape) < share, rng.integers(1, 256, shape), 0)
+    return replace(case, admit=marks.astype(np.uint8))
+
+
+def check(pool: HostPool | NumpyPool, case: Case, *, skip_zeros: bool) -> None:
+    wanted, live = case.reference()
+    out = np.full(case.x.shape, np.nan, np.float32)
+    marks = np.full(live.shape, 7, np.uint8)
+    values = np.full(live.shape, np.nan, np.float32) if case.bundle.shape[2] == 1 else None
+    given = {"skip_zeros": skip_zeros, "admit": case.admit, "out": out, "live": marks, "values": values}
+    result = pool.ffn(case.x, case.bundle, case.units, **case.kind, **given)
+    assert result.y is out
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=case.tolerance())
+    np.testing.assert_array_equal(marks, live)
+    np.testing.assert_array_equal(result.live_count, live.sum(axis=1))
+    assert result.bytes_read == bytes_needed(case, skip_zeros=skip_zeros)
+    if values is not None:
+        h, _ = values_reference(case.x, case.bundle, case.units, case.activation, case.threshold, case.admit)
+        np.testing.assert_allclose(values, h[:, :, 0], rtol=1e-5, atol=1e-6)
+        assert not values[h[:, :, 0] == 0].any()
+
+
+def bytes_needed(case: Case, *, skip_zeros: bool) -> int:
+    """Every gate row; up and down of the rows that some token needs, or of all.
+
+    Up is needed where the gate is not zero, and so is down, but with drelu only where up is not zero either.
+    """
+    n, parts, inner, width = case.bundle.shape
+    rows = case.bundle.transpose(0, 2, 1, 3).reshape(n * inner, parts, 1, width)  # each inner row a unit
+    units = (case.units[:, None] * inner + np.arange(inner)).ravel()
+    admit = None if case.admit is None else np.repeat(case.admit, inner, axis=1)
+    single = replace(case, bundle=rows, units=units, admit=admit)
+    by_gate = replace(single, activation="relu") if case.activation == "drelu" else single
+    skips = skip_zeros and (case.activation != "silu" or case.admit is not None)
+    downs, ups = (int((one.reference()[1] | (not skips)).any(axis=0).sum()) for one in (single, by_gate))
+    return (len(units) + (ups if parts == 3 else 0) + downs) * width * case.bundle.itemsize
 
 
 def task_count() -> int:

@@ -9,39 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hostcompute import HostPool, NumpyPool
-from tests.hostcompute.cases import DTYPES, ISAS, Case, cases, make_case
+from tests.hostcompute.cases import DTYPES, ISAS, Case, cases, check, make_case
 
 PROPERTY = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, print_blob=True
 )
 MODES = st.sampled_from([True, False])
-
-
-def check(pool: HostPool | NumpyPool, case: Case, *, skip_zeros: bool) -> None:
-    wanted, live = case.reference()
-    out = np.full(case.x.shape, np.nan, np.float32)
-    marks = np.full(live.shape, 7, np.uint8)
-    result = pool.ffn(case.x, case.bundle, case.units, **case.kind, skip_zeros=skip_zeros, out=out, live=marks)
-    assert result.y is out
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=case.tolerance())
-    np.testing.assert_array_equal(marks, live)
-    np.testing.assert_array_equal(result.live_count, live.sum(axis=1))
-    assert result.bytes_read == bytes_needed(case, skip_zeros=skip_zeros)
-
-
-def bytes_needed(case: Case, *, skip_zeros: bool) -> int:
-    """Every gate row; up and down of the rows that some token needs, or of all.
-
-    Up is needed where the gate is not zero, and so is down, but with drelu only where up is not zero either.
-    """
-    n, parts, inner, width = case.bundle.shape
-    rows = case.bundle.transpose(0, 2, 1, 3).reshape(n * inner, parts, 1, width)  # each inner row a unit
-    units = (case.units[:, None] * inner + np.arange(inner)).ravel()
-    single = replace(case, bundle=rows, units=units)
-    by_gate = replace(single, activation="relu") if case.activation == "drelu" else single
-    skips = skip_zeros and case.activation != "silu"
-    downs, ups = (int((one.reference()[1] | (not skips)).any(axis=0).sum()) for one in (single, by_gate))
-    return (len(units) + (ups if parts == 3 else 0) + downs) * width * case.bundle.itemsize
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -55,8 +55,20 @@ BAD_CALLS = {
     "out must be writeable": {"out": np.broadcast_to(np.float32(0), (2, 8)).copy()},
     "live must be uint8, got bool": {"live": np.empty((2, 3), np.bool_)},
     "live must have shape [2, 3], got [3, 2]": {"live": np.empty((3, 2), np.uint8)},
+    "admit must be uint8, got bool": {"admit": np.ones((2, 3), np.bool_)},
+    "admit must have shape [2, 3], got [3]": {"admit": np.ones(3, np.uint8)},
+    "admit must be C-contiguous": {"admit": np.ones((3, 2), np.uint8).T},
+    "values must be float32, got float64": {"values": np.empty((2, 3))},
+    "values must have shape [2, 3], got [2, 8]": {"values": np.empty((2, 8), np.float32)},
+    "values must be C-contiguous": {"values": np.empty((3, 2), np.float32).T},
+    "values must be writeable": {"values": np.broadcast_to(np.float32(0), (2, 3)).copy()},
+    "bundle must have W = 1 with values, got 4": {
+        "bundle": np.zeros((6, 3, 4, 8), np.float32),
+        "values": np.empty((2, 3), np.float32),
+    },
 }
 BAD_CALLS["out must be writeable"]["out"].flags.writeable = False
+BAD_CALLS["values must be writeable"]["values"].flags.writeable = False
 
 
 @pytest.mark.parametrize("message", BAD_CALLS)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hostcompute import ffn_reference, gather_reference
-from hostcompute.reference import activate
+from hostcompute.reference import activate, values_reference
 
 X = np.array([[1, 2]], np.float32)
 UNITS = np.array([1, 0], np.int32)
@@ -66,6 +66,20 @@ def test_a_unit_of_several_rows_is_live_if_one_of_them_is():
 def test_a_unit_named_twice_counts_twice():
     y, _ = ffn_reference(X, BUNDLE, np.array([0, 0], np.int32), "relu")
     assert y.tolist() == [[12, 120]]
+
+
+def test_a_unit_that_a_row_does_not_admit_is_zero_for_it():
+    admit = np.array([[7, 0], [0, 1]], np.uint8)
+    y, live = ffn_reference(np.repeat(X, 2, axis=0), BUNDLE, UNITS, "silu", admit=admit)
+    expected = np.array([-15 * np.array([7, 7]) / (1 + np.exp(1)), np.array([6, 60]) / (1 + np.exp(-3))])
+    np.testing.assert_allclose(y, expected)
+    assert live.tolist() == [[True, False], [False, True]]
+
+
+def test_values_are_what_down_is_multiplied_with():
+    for activation, wanted in (("relu", [[0], [6]]), ("drelu", [[0], [6]])):
+        values, _ = values_reference(X, BUNDLE, UNITS, activation)
+        assert values.tolist() == [wanted]
 
 
 def test_an_unknown_activation_is_refused():

@@ -1,0 +1,259 @@
+"""Threads mode with plans: scores say what a layer needs, the scheduler moves units in, and what scores low is skipped.
+
+device     attend(i) score hot(i)             | attend(i+1) ...
+host                  | plan i in time? cold(i) ----^ y_cold
+scheduler  plan(i + lead): gather, transfer, update
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.engine.checks import LiveCheck, PromptCounts
+from dynajax.engine.cold import ColdSide
+from dynajax.engine.ledger import Ledger
+from dynajax.engine.prediction import Place, Predictors
+from dynajax.engine.state import DeviceState
+from dynajax.engine.stepper import OnPart, Piece
+from dynajax.engine.threads import HotTimer, ThreadsRunner
+from dynajax.engine.weights import DenseWeights
+from dynajax.plan import LayerPlan
+from dynajax.pool import DevicePool
+from dynajax.programs import Programs, bucket_of
+from dynajax.scheduler import Ran, Scheduler, Span
+
+CHECK_EVERY = 32  # tokens from one exact check of a layer to the next
+PATIENCE = 0.25  # of a layer's time: how long a plan is waited for
+SHORTEST_WAIT_S = 1e-4
+KEPT = 0.9  # of the estimate of a layer's time, a step
+
+
+@dataclass(slots=True)
+class Wishes:
+    """How a PlannedRunner decides; fixed while the engine is open, but for `moves`."""
+
+    skips: bool  # neurons below their threshold are not computed
+    theta: np.uint8  # where no plan says otherwise
+    moves: bool  # plans are asked for
+    always_waits: bool
+    lead: int
+    deadline_s: float | None = None  # None: a share of a layer's time
+
+
+class PlannedRunner:
+    """Decodes; prefill, and decoding while somebody observes, is `layers`'. See the head of this file."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        weights: DenseWeights,
+        pool: DevicePool,
+        cold: ColdSide,
+        layers: ThreadsRunner,
+        predictors: Predictors | None,
+        ledger: Ledger,
+        check: LiveCheck,
+        wishes: Wishes,
+        span: Span | None = None,
+    ):
+        self._programs, self._weights, self._pool, self._cold = programs, weights, pool, cold
+        self.layers, self.predictors, self.ledger, self._check, self.wishes = layers, predictors, ledger, check, wishes
+        self.scheduler: Scheduler | None = None  # set before anything runs
+        self.gave_up = False  # dynamic placement, where it lost to static
+        self._span = span
+        shapes = programs.shapes
+        self._zeros = np.zeros((shapes.batch, shapes.spec.unit_width), np.float32)
+        self._all = np.zeros((shapes.batch, shapes.spec.ffn), np.uint8)  # scores of which every one reaches 0
+        self._scores: dict[Place, jax.Array] = {}
+        self._prompt = PromptCounts(shapes.spec)
+        self._timer, self._token, self._layer_s = HotTimer(), 0, 0.0
+
+    # --- the stepper's side ---
+
+    def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
+        """Prefill of one row; see `Runner`. Which neurons are live in it seeds the frequencies."""
+        with self._counting():
+            self.layers.prompt(state, row, pieces, on_part)
+
+    def reset_counters(self) -> None:
+        """A new generation, or the end of its prefill."""
+        scheduler = self._open_scheduler()
+        scheduler.start_sequence(*self._prompt.take())
+        scheduler.reset()
+        self.ledger.reset()
+        self._scores.clear()
+        self._timer = HotTimer()
+
+    def hot_s(self, steps: int) -> float:
+        """Estimated seconds of the hot programs in that many decode steps since the last reset."""
+        return self._timer.total_s(steps)
+
+    def rows(
+        self,
+        state: DeviceState,
+        ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        active: npt.NDArray[np.bool_],
+    ) -> jax.Array:
+        """One token in each row through the model; see `Runner`."""
+        if self.layers.observer is not None:
+            return self.layers.rows(state, ids, positions, active)
+        begin = time.perf_counter()
+        programs, weights = self._programs, self._weights
+        tables = weights.tables
+        x = programs.get("embed_rows")(tables, ids, positions) if tables else weights.lookup(ids, positions)
+        attend = programs.get("attend_rows", bucket_of(int(positions.max()) + 1, programs.shapes.prefixes))
+        self._timer.next_step()
+        active = active.copy()  # the scheduler reads it later
+        self._computed, before_s = 0, self._cold.counters.seconds
+        y_cold = self._zeros
+        for layer, leaves in enumerate(weights.layers):
+            k, v = state.ks[layer], state.vs[layer]
+            x, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, x, y_cold, positions)
+            h.copy_to_host_async()
+            self._predict(layer, x, h)
+            plan = self._plan(layer, active)
+            x, y_cold = self._ffn(layer, x, h, plan, active)
+        self._token += 1
+        self._learn(self._cold.counters.seconds - before_s, time.perf_counter() - begin)
+        return programs.get("head")(weights.norm, weights.table, x, y_cold)
+
+    # --- one layer ---
+
+    def _predict(self, layer: int, stream: jax.Array, h: jax.Array) -> None:
+        """Everything that this layer's input says of it and of later ones."""
+        if self.predictors is not None:
+            for place in self.predictors.leads_from(layer):
+                scores = self.predictors.score(place, stream, h)
+                scores.copy_to_host_async()
+                self._scores[place] = scores
+
+    def _plan(self, layer: int, active: npt.NDArray[np.bool_]) -> LayerPlan | None:
+        """Ask for the plan of the layer that is `lead` ahead, the first ones' for the next token; take this one's."""
+        if not self.wishes.moves:
+            return None
+        scheduler, target = self._open_scheduler(), (layer + self.wishes.lead) % len(self._weights.layers)
+        scores = self._scores.get((self.wishes.lead, target))
+        if scores is None:  # of the first layers only what they said of themselves is known, a token ago
+            scores = self._scores.get((0, target))
+        scheduler.request(target, scores, active)
+        return scheduler.wait(layer, self._deadline_s())
+
+    def _deadline_s(self) -> float | None:
+        if self.wishes.always_waits:
+            return None
+        if self.wishes.deadline_s is not None:
+            return self.wishes.deadline_s
+        return max(SHORTEST_WAIT_S, PATIENCE * self._layer_s)
+
+    def _ffn(self, layer: int, x: jax.Array, h: jax.Array, plan: LayerPlan | None, active: npt.NDArray[np.bool_]):
+        """Both halves: -> x with the device's, y_cold."""
+        looks = self.wishes.skips and (self._token + layer) % CHECK_EVERY == 0
+        if looks and self.wishes.moves:
+            self._open_scheduler().settle()  # nothing may move while it is looked at
+        scores, theta_g, theta_c = self._thresholds(layer, plan)
+        with self._pool.lock:
+            bucket, cold = self._pool.bucket(layer), self._pool.cold(layer)
+            marks = None
+            if len(bucket):
+                x, marks = self._hot(layer, x, h, bucket, scores, theta_g)
+        hidden = np.asarray(h)
+        if not active.all():
+            hidden = hidden[active]
+        units, admit = cold, None
+        if self.wishes.skips:
+            units, admit = admitted(np.asarray(scores), cold, theta_c, active)
+        live = np.zeros((len(hidden), len(units)), np.uint8)
+        y_cold = self._run_cold(layer, hidden, units, admit, live, active)
+        self._computed += len(units)
+        truth = self._check.live(layer, h, active) if looks else None
+        told = Ran(layer=layer, rows=active, bucket=bucket, marks=marks, cold_units=units, cold_live=live, admit=admit,
+                   truth=truth)  # fmt: skip
+        self._open_scheduler().ran(told)
+        return x, y_cold
+
+    def _thresholds(self, layer: int, plan: LayerPlan | None) -> tuple[jax.Array | np.ndarray, np.uint8, np.uint8]:
+        """Scores of the layer, and from which of them a unit is computed, here and there. A late plan's do not hold."""
+        if not self.wishes.skips:
+            return self._all, np.uint8(0), np.uint8(0)
+        assert self.predictors is not None, "nothing can be skipped without scores"
+        place = self.predictors.prediction.skipping(layer)
+        assert place is not None, f"layer {layer} has no scores to skip by"
+        if plan is None:
+            return self._scores[place], self.wishes.theta, self.wishes.theta
+        return self._scores[place], plan.theta_g, plan.theta_c
+
+    def _hot(self, layer: int, x, h, bucket, scores, theta) -> tuple[jax.Array, jax.Array]:
+        """The device's half; the caller holds the pool's lock."""
+        program = self._programs.get("hot_admitted_rows", len(bucket))
+        if self._timer.due:
+            h.block_until_ready()
+        begin = time.perf_counter()
+        x, marks = program(x, h, self._pool.parts(layer), bucket, scores, theta)
+        if self._timer.due:
+            x.block_until_ready()
+            spent = time.perf_counter() - begin
+            self._timer.add(spent)
+            self._open_scheduler().learn("t_gpu_s", len(bucket), spent)
+        marks.copy_to_host_async()
+        return x, marks
+
+    def _run_cold(self, layer: int, hidden, units, admit, live, active) -> npt.NDArray[np.float32]:
+        """The host's half, for all rows: those that do not count get zeros."""
+        begin = time.perf_counter()
+        if not len(units):
+            return self._zeros
+        y = self._cold.run_chosen(layer, hidden, units, admit, live)
+        if self._span is not None:
+            self._span("host", f"cold {layer}", begin, time.perf_counter())
+        if len(y) == len(active):
+            return y
+        whole = np.zeros_like(self._zeros)
+        whole[active] = y
+        return whole
+
+    # --- between tokens ---
+
+    def _learn(self, cold_s: float, token_s: float) -> None:
+        layer_s = token_s / len(self._weights.layers)
+        self._layer_s = KEPT * self._layer_s + (1 - KEPT) * layer_s if self._layer_s else layer_s
+        scheduler = self._open_scheduler()
+        if self._computed:
+            scheduler.learn("t_cpu_s", self._computed, cold_s)
+        scheduler.keep_up()
+
+    @contextmanager
+    def _counting(self) -> Generator[None]:
+        if self.layers.observer is not None or not self.wishes.moves:
+            yield
+            return
+        self.layers.observer = self._check.observer(self._prompt.add)
+        try:
+            yield
+        finally:
+            self.layers.observer = None
+
+    def _open_scheduler(self) -> Scheduler:
+        assert self.scheduler is not None, "no scheduler was started"
+        return self.scheduler
+
+
+def admitted(
+    scores: npt.NDArray[np.uint8],  # [B, F]
+    cold: npt.NDArray[np.int32],  # [C] units on the host
+    theta: np.uint8,
+    active: npt.NDArray[np.bool_],  # [B]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8] | None]:
+    """(units that some active row wants, [R, C'] which rows want which; None if there is one row, which wants all)."""
+    if len(scores) == 1:
+        return cold[scores[0].take(cold) >= theta], None
+    wanted = scores[active].take(cold, axis=1) >= theta
+    some = wanted.any(axis=0)
+    return cold[some], np.ascontiguousarray(wanted[:, some]).view(np.uint8)

@@ -1,0 +1,205 @@
+"""Which predictors an engine has: what was trained for the model, or low-bit copies of its gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.checkpoint.places import predictors_folder
+from dynajax.config import ModelSpec, PolicyConfig
+from dynajax.errors import UsageError
+from dynajax.programs import Programs, Scoring
+from predictors.folder import DTYPES, MANIFEST_NAME, matching_manifest, read_entries
+from predictors.forms import Entry, Form, Shape, form_bytes
+from predictors.gate import GateSource, gate_params
+from predictors.untrained import calibration
+
+SILU_DENSITY = 0.5  # of neurons computed where none is exactly zero
+PLACING_BITS = 1  # of training-free copies that only steer placement
+SKIPPING_BITS = (4, 2, 1)  # of those that decide what is skipped: the most for which ...
+SHARE = 0.25  # ... this share of the memory for predictors and pool is enough
+Place = tuple[int, int]  # lead, layer whose neurons are scored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """What is used, decided before anything is loaded."""
+
+    kind: str  # gate, mlp, mixed or none, as results name it
+    entries: Mapping[Place, Entry]
+    lead: int = 0  # layers ahead that placement looks
+    skip_lead: int = 0
+    density: float | None = None  # see programs.Scoring
+    dtype: str = "float16"
+    folder: Path | None = None  # of trained ones
+    bytes: int = 0  # on the device
+
+    def scoring(self, place: Place) -> Scoring:
+        """What the program has to know that scores this place."""
+        return Scoring(form=self.entries[place].form, dtype=self.dtype, density=self.density)
+
+    def skipping(self, layer: int) -> Place | None:
+        """Which scores decide what the layer skips: those of skip_lead, else of lead 0, else of lead."""
+        places = [(lead, layer) for lead in dict.fromkeys((self.skip_lead, 0, self.lead))]
+        return next((place for place in places if place in self.entries), None)
+
+
+NONE = Prediction(kind="none", entries={})
+
+
+def find_folder(predictor: str, folder: Path, fingerprint: str | None) -> Path | None:
+    """The trained predictors' folder: the one that was named, or the model's own, or the cache's; None: there is none.
+
+    UsageError: only trained ones were wanted.
+    """
+    if predictor not in ("auto", "mlp", "gate", "none"):
+        return Path(predictor)
+    if predictor in ("gate", "none"):
+        return None
+    places = [folder / "predictors"] + ([] if fingerprint is None else [predictors_folder(fingerprint)])
+    found = next((place for place in places if (place / MANIFEST_NAME).is_file()), None)
+    if found is None and predictor == "mlp":
+        raise UsageError(
+            "--predictor mlp needs trained predictors, and this model has none: run scripts/train_predictors.py, "
+            "or give --predictor gate"
+        )
+    return found
+
+
+def choose(
+    spec: ModelSpec,
+    knobs: PolicyConfig,
+    trained: Path | None,
+    fingerprint: str | None,
+    *,
+    skips: bool,
+    places: bool,
+    room_bytes: int | None,  # for predictors and pool; None: no limit
+) -> Prediction:
+    """The predictors for what is wanted: to skip neurons, to place them."""
+    if not (skips or places):
+        return NONE
+    lead = 0 if spec.parallel else min(knobs.lead, spec.layers - 1)  # a parallel layer's stream is not at hand
+    skip_lead = min(knobs.skip_lead, lead)
+    ranks = None if spec.activation.has_zeros else SILU_DENSITY
+    common: dict[str, Any] = {"lead": lead, "skip_lead": skip_lead, "density": knobs.density or ranks}
+    wanted = _wanted(spec.layers, lead, skip_lead, skips=skips, places=places)
+    shape = Shape.of(spec)
+    if trained is None:
+        bits = _skipping_bits(shape, wanted, lead, skips, room_bytes)
+        entries = {
+            (ahead, layer): Entry(layer=layer, lead=ahead, form=Form(kind="gate", bits=bits[ahead]).at(ahead))
+            for ahead, layer in wanted
+        }
+        return Prediction(kind="gate", entries=entries, bytes=_bytes(shape, entries, 2), **common)
+    manifest = matching_manifest(trained, fingerprint, {"layers": spec.layers, "hidden": spec.hidden, "ffn": spec.ffn})
+    held = {(entry.lead, entry.layer): entry for entry in manifest.all_entries()}
+    entries = {place: held[place] for place in wanted if place in held}
+    if skips and any(all((ahead, i) not in held for ahead in {0, skip_lead, lead}) for i in range(spec.layers)):
+        raise UsageError(f"{trained} has no predictor for some layer and lead {skip_lead}: train them with --lead {lead}")
+    if skips:  # what has no predictor of lead 0 goes by that of `lead`
+        entries |= {(lead, i): held[lead, i] for i in range(lead, spec.layers) if (0, i) not in held}
+    size = _bytes(shape, entries, DTYPES[manifest.dtype].itemsize)
+    return Prediction(kind=manifest.kind, entries=entries, dtype=manifest.dtype, folder=trained, bytes=size, **common)
+
+
+def _wanted(layers: int, lead: int, skip_lead: int, *, skips: bool, places: bool) -> list[Place]:
+    """The scores that are asked for."""
+    wanted: list[Place] = []
+    if skips:  # layers that nothing runs before use their own input
+        wanted += [(skip_lead if layer >= skip_lead else 0, layer) for layer in range(layers)]
+    if places:
+        wanted += [(lead, layer) for layer in range(lead, layers)]
+        wanted += [] if skips else [(0, layer) for layer in range(lead)]
+    return list(dict.fromkeys(wanted))
+
+
+def _skipping_bits(
+    shape: Shape, wanted: list[Place], lead: int, skips: bool, room_bytes: int | None
+) -> dict[int, int]:
+    """Bits of training-free copies, by lead."""
+    leads = {ahead for ahead, _ in wanted}
+    for bits in SKIPPING_BITS:
+        chosen = {ahead: bits if skips and ahead < max(lead, 1) else PLACING_BITS for ahead in leads}
+        forms = [Form(kind="gate", bits=chosen[ahead]).at(ahead) for ahead, _ in wanted]
+        if room_bytes is None or sum(form_bytes(shape, form) for form in forms) <= SHARE * room_bytes:
+            break
+    return chosen
+
+
+def _bytes(shape: Shape, entries: Mapping[Place, Entry], itemsize: int) -> int:
+    return sum(form_bytes(shape, entry.form, itemsize) for entry in entries.values())
+
+
+class Predictors:
+    """The predictors on the device, and the programs that ask them."""
+
+    def __init__(self, prediction: Prediction, programs: Programs, params: Mapping[Place, Mapping[str, jax.Array]],
+                 calibrations: Mapping[Place, tuple[float, float]]):  # fmt: skip
+        self.prediction, self._programs, self._params = prediction, programs, params
+        self._names = {place: prediction.scoring(place).name for place in params}
+        self._lines = {place: (np.float32(a), np.float32(b)) for place, (a, b) in calibrations.items()}
+
+    def score(self, place: Place, stream: jax.Array, h: jax.Array) -> jax.Array:
+        """uint8 [B, F]: of the layer of `place`, from what is known `lead` layers before."""
+        program = self._programs.get("score", len(h), self._names[place])
+        return program(self._params[place], stream, h, *self._lines[place])
+
+    def leads_from(self, layer: int) -> list[Place]:
+        """What can be scored once this layer's attention has run."""
+        return [(lead, target) for lead, target in self._params if target - lead == layer]
+
+
+def load_predictors(
+    prediction: Prediction,
+    spec: ModelSpec,
+    programs: Programs,
+    fingerprint: str | None,
+    source_of: Callable[[int], GateSource],
+    cosine: npt.NDArray[np.float32] | None,  # [L, 3] of statistics
+    send: Callable[[npt.NDArray], jax.Array],
+) -> Predictors:
+    """Make or read every predictor and send it to the device."""
+    shape, trained = Shape.of(spec), {}
+    if prediction.folder is not None:
+        _, held = read_entries(
+            prediction.folder, fingerprint=fingerprint, layers=spec.layers, hidden=spec.hidden, ffn=spec.ffn
+        )
+        trained = {(entry.lead, entry.layer): arrays for entry, arrays in held}
+    params, lines = {}, {}
+    for (lead, layer), entry in sorted(prediction.entries.items(), key=lambda item: item[0][1]):
+        place, arrays = (lead, layer), trained.get((lead, layer), {})
+        lines[place] = (entry.slope, entry.intercept)
+        if entry.form.kind == "gate":
+            source = source_of(layer)
+            if prediction.folder is None:
+                known = None if cosine is None or not 1 <= lead <= 3 else float(cosine[layer - lead, lead - 1])
+                lines[place] = calibration(shape, entry.form, lead, source, known)
+            arrays = gate_params(shape, entry.form, source, trained=dict(arrays))
+        arrays = {name: array for name, array in arrays.items() if name != "histogram"}
+        params[place] = {name: send(np.asarray(array)) for name, array in arrays.items()}
+        programs.forms[prediction.scoring(place).name] = prediction.scoring(place)
+    return Predictors(prediction, programs, params, lines)
+
+
+def source_of_units(spec: ModelSpec, units: npt.NDArray, norm: npt.NDArray, norm_bias: npt.NDArray | None) -> GateSource:
+    """A layer's weights as predictors need them, from its units [F, P, 1, W] and the norm that its FFN reads through."""
+    count = Shape.of(spec).matrices
+    return GateSource(
+        rows=tuple(units[:, part, 0, : spec.hidden] for part in range(count)),
+        norm=norm,
+        norm_bias=norm_bias,
+        biases=tuple(units[:, part, 0, spec.hidden] for part in range(count)) if spec.ffn_bias else (),
+        down_norm=np.linalg.norm(units[:, -1, 0, : spec.hidden].astype(np.float32), axis=1),
+    )
+
+
+def knobs_of(knobs: PolicyConfig, prediction: Prediction) -> PolicyConfig:
+    """The planner's constants: where scores rank a row's neurons, 1/2 stands for the wanted density."""
+    return knobs if prediction.density is None else replace(knobs, density=None, theta=0.5)

@@ -1,0 +1,92 @@
+"""What the engine does about sparsity and placement: every `auto` of the two resolved. Loads nothing."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dynajax.config import EngineConfig, ModelSpec, NeuronPolicy, PolicyConfig
+from dynajax.engine.prediction import find_folder
+from dynajax.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How neurons are skipped and placed."""
+
+    sparsity: str  # dense, exact or predicted
+    policy: NeuronPolicy
+    knobs: PolicyConfig
+    trained: Path | None  # folder of predictors
+    predicts: bool  # scores may be used at all
+    guarded: bool = False  # dynamic placement is given up where it loses to static
+
+    @property
+    def skips(self) -> bool:
+        """Whether neurons that score low are left out."""
+        return self.sparsity == "predicted"
+
+    @property
+    def moves(self) -> bool:
+        """Whether neurons move while decoding."""
+        return self.policy not in ("static", "none")
+
+    @property
+    def planned(self) -> bool:
+        """Whether a layer needs a plan, and so threads mode."""
+        return self.skips or self.moves
+
+    @property
+    def places(self) -> bool:
+        """Whether scores steer placement."""
+        return self.predicts and self.policy in ("dynamic", "macro+micro", "micro", "lru")
+
+    def resident(self, spec: ModelSpec) -> Strategy:
+        """The same where every unit is on the device: nothing to move, and nothing gained by skipping."""
+        return replace(self, sparsity=plain_sparsity(spec), policy="static", guarded=False)
+
+
+def resolve(config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: str | None, platform: str) -> Strategy:
+    """Fill every `auto`.
+
+    Sparsity: predicted where the model has trained predictors, else exact, or dense where nothing is exactly zero.
+    Policy: dynamic on a GPU, with the guard; static on the CPU backend, where pool and host share one memory and a
+    move can never pay, and where without prediction every neuron is needed in every token.
+    """
+    trained = find_folder(config.predictor, folder, fingerprint)
+    sparsity = _sparsity(config, spec, trained)
+    policy = config.policy
+    if policy == "auto":
+        helps = platform != "cpu" and (spec.activation.has_zeros or sparsity == "predicted")
+        policy = "dynamic" if helps else "static"
+    strategy = Strategy(
+        sparsity=sparsity,
+        policy=policy,
+        knobs=config.knobs,
+        trained=trained,
+        predicts=config.predictor != "none",
+        guarded=config.policy == "auto" and not config.deterministic,
+    )
+    if strategy.planned and config.host_mode in ("callback", "ffi"):
+        cause = "--sparsity predicted" if strategy.skips else f"--policy {policy}"
+        raise UsageError(f"{cause} needs --host-mode threads (or auto), got {config.host_mode}")
+    return strategy
+
+
+def _sparsity(config: EngineConfig, spec: ModelSpec, trained: Path | None) -> str:
+    if config.sparsity == "auto":
+        fits = trained is not None and config.host_mode in ("auto", "threads")
+        return "predicted" if fits else plain_sparsity(spec)
+    if config.sparsity == "exact" and not spec.activation.has_zeros:
+        raise UsageError(f"--sparsity exact needs true zeros, which {spec.activation.kind} has not: use dense")
+    if config.sparsity == "predicted" and config.predictor == "none":
+        raise UsageError("--sparsity predicted needs a predictor: give --predictor auto, gate, mlp or a folder")
+    return config.sparsity
+
+
+def plain_sparsity(spec: ModelSpec) -> str:
+    """exact where the activation has true zeros, dense where it has none."""
+    return "exact" if spec.activation.has_zeros else "dense"

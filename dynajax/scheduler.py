@@ -1,0 +1,247 @@
+"""The thread that decides what moves: it takes scores, asks the planner, brings units in, and keeps the books.
+
+main       attend(i) -> request(i + lead) ... wait(i) -> hot(i), cold(i) -> ran(i)
+scheduler             plan, gather, transfer, update ----^            observe
+
+Everything that concerns the planner happens in this thread, in the order in which the main thread asked for it: with
+fixed costs and a main thread that always waits, two runs decide alike.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.errors import DynajaxError, EngineError
+from dynajax.plan import LayerPlan
+from dynajax.policy.costs import CostEstimator, CostName, Costs
+from dynajax.policy.planner import NeuronPlanner
+from dynajax.policy.swaps import rung_below, swap_ladder
+from dynajax.transfer import Block, Transfer
+
+HANG_S = 60.0  # without an answer for so long the thread counts as hung
+MOST_BACKLOG = 4  # tasks a layer that may wait
+
+Bools = npt.NDArray[np.bool_]
+Span = Callable[[str, str, float, float], None]  # lane, name, begin, end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ran:
+    """What a layer did for a token, R of the B rows of a batch counting. The arrays are nobody else's."""
+
+    layer: int
+    rows: Bools  # [B] which rows count
+    bucket: npt.NDArray[np.int32]  # [G] slot -> unit at that time
+    marks: jax.Array | None  # [B, G] uint8 of the slots (programs.bodies.LIVE, ADMITTED); None: there are none
+    cold_units: npt.NDArray[np.int32]  # [C] that the host computed
+    cold_live: npt.NDArray[np.uint8]  # [R, C] which were live
+    admit: npt.NDArray[np.uint8] | None = None  # [R, C] which rows wanted them; None: all
+    truth: Bools | None = None  # [R, F] what was live, computed or not, if somebody looked
+
+
+@dataclass(slots=True)
+class Moves:
+    """Sums since the last reset, by layer."""
+
+    plans: npt.NDArray[np.int64]
+    late: npt.NDArray[np.int64]
+    migrated: npt.NDArray[np.int64]
+    migrated_bytes: npt.NDArray[np.int64]
+    plan_s: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+
+    @classmethod
+    def none(cls, layers: int) -> Moves:
+        return cls(*(np.zeros(layers, np.int64) for _ in range(4)), np.zeros(layers))
+
+
+class Scheduler:
+    """See the head of this file. Everything that fails in the thread is raised in the main thread's next call."""
+
+    def __init__(
+        self,
+        planner: NeuronPlanner,
+        transfer: Transfer,
+        costs: CostEstimator,
+        *,
+        layers: int,
+        unit_bytes: int,  # in host memory
+        fixed_costs: bool = False,  # never learn
+        units: int,  # of a layer
+        live_mark: int,  # of a slot whose unit counts as live
+        on_ran: Callable[[Ran, npt.NDArray[np.uint8] | None], None],  # with the marks [R, G]
+        span: Span | None = None,
+    ):
+        self.planner, self.moves = planner, Moves.none(layers)
+        self.last: list[LayerPlan | None] = [None] * layers
+        self._transfer, self._costs = transfer, costs
+        self._layers, self._unit_bytes, self._fixed = layers, unit_bytes, fixed_costs
+        self._units, self._live_mark, self._on_ran, self._span = units, live_mark, on_ran, span
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._asked, self._answered = [0] * layers, [0] * layers  # number of the newest request, of the newest answer
+        self._given = self._done = 0  # tasks
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dynajax-scheduler", daemon=True)
+        self._thread.start()
+
+    # --- the main thread ---
+
+    def request(self, layer: int, scores: jax.Array | npt.NDArray[np.uint8] | None, rows: Bools) -> None:
+        """Plan a layer's next run by what is predicted of it: scores [B, F] of the rows that count [B]."""
+        self._asked[layer] += 1
+        number = self._asked[layer]
+        self._give(lambda: self._plan(layer, number, scores, rows))
+
+    def wait(self, layer: int, deadline_s: float | None) -> LayerPlan | None:
+        """The plan of the newest request, carried out; None if it is late, or was never asked for. deadline_s None: as
+        long as it takes; EngineError if that is forever."""
+        number = self._asked[layer]
+        if not number:
+            return None
+        limit = HANG_S if deadline_s is None else deadline_s
+        if self._answered[layer] < number:
+            with self._news:
+                self._news.wait_for(lambda: self._answered[layer] >= number or self._error is not None, limit)
+        self._check()
+        if self._answered[layer] >= number:
+            return self.last[layer]
+        if deadline_s is None:
+            raise EngineError(f"the scheduler did not answer within {HANG_S:g} s")
+        self.moves.late[layer] += 1
+        return None
+
+    def ran(self, what: Ran) -> None:
+        """A layer has run."""
+        self._give(lambda: self._observe(what))
+
+    def learn(self, name: CostName, quantity: float, seconds: float) -> None:
+        """The main thread measured a cost."""
+        if not self._fixed:
+            self._give(lambda: self._costs.observe(name, quantity, seconds))
+
+    def start_sequence(self, counts: npt.NDArray | None, tokens: int) -> None:
+        """A prompt was read; see `NeuronPlanner.start_sequence`. What was asked for before is forgotten."""
+        self._give(lambda: self.planner.start_sequence(counts, tokens))
+        self.settle()
+        self._asked, self._answered = [0] * self._layers, [0] * self._layers
+
+    def settle(self, left: int = 0) -> None:
+        """Wait until at most `left` tasks are open. EngineError if nothing moves for long."""
+        while self._given - self._done > left:
+            before = self._done
+            with self._news:
+                self._news.wait_for(lambda: self._given - self._done <= left or self._error is not None, HANG_S)
+            self._check()
+            if self._done == before:
+                raise EngineError(f"the scheduler did not answer within {HANG_S:g} s")
+        self._check()
+
+    def keep_up(self) -> None:
+        """After a token: do not let more wait than a few tokens' worth."""
+        self.settle(MOST_BACKLOG * self._layers)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the thread gave up, or was closed."""
+        return self._error is not None
+
+    def costs(self) -> Costs:
+        """What plans go by now."""
+        return self._costs.costs()
+
+    def reset(self) -> None:
+        """Count anew."""
+        self.moves = Moves.none(self._layers)
+
+    def close(self, wait_s: float = HANG_S) -> None:
+        """End the thread; what still waits is dropped. Does not raise: the thread may have failed, or hang."""
+        self._error = self._error or EngineError("the scheduler is closed")
+        self._queue.put(None)
+        self._thread.join(wait_s)
+        if not self._thread.is_alive():
+            self._transfer.close()
+
+    def _give(self, task: Callable[[], None]) -> None:
+        self._check()
+        self._given += 1
+        self._queue.put(task)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            if isinstance(self._error, DynajaxError):
+                raise self._error
+            raise EngineError(f"the scheduler failed: {self._error}") from self._error
+
+    # --- the scheduler's own thread ---
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            if self._error is not None:
+                continue
+            try:
+                task()
+            except BaseException as error:
+                with self._news:
+                    self._error = self._error or error
+                    self._news.notify_all()
+            else:
+                with self._news:
+                    self._done += 1
+                    self._news.notify_all()
+
+    def _plan(self, layer: int, number: int, scores: jax.Array | npt.NDArray[np.uint8] | None, rows: Bools) -> None:
+        if number < self._asked[layer] and not self._fixed:  # a newer one waits: nobody needs this one
+            return
+        known = None if scores is None else np.asarray(scores)[rows]
+        begin = time.perf_counter()
+        plan = self.planner.plan(layer, known, None, self._costs.costs())
+        planned = time.perf_counter()
+        self.moves.plans[layer] += 1
+        self.moves.plan_s[layer] += planned - begin
+        if len(plan.units):
+            self._move(layer, plan)
+        with self._news:
+            self.last[layer], self._answered[layer] = plan, number
+            self._news.notify_all()
+
+    def _move(self, layer: int, plan: LayerPlan) -> None:
+        """Carry out a plan's swaps in pieces of a rung: the pool names units only once they are on the device."""
+        at, count = 0, len(plan.units)
+        ladder = swap_ladder(self._transfer.count)
+        while at < count:
+            piece = slice(at, at + rung_below(count - at, ladder))
+            begin = time.perf_counter()
+            block = self._transfer.load(layer, plan.units[piece])
+            self._transfer.apply(layer, block, plan.units[piece], plan.slots[piece])
+            self._account(layer, piece.stop - at, begin, block)
+            at = piece.stop
+        self.planner.applied(layer, plan)
+
+    def _account(self, layer: int, count: int, begin: float, block: Block) -> None:
+        """What a piece took."""
+        self.moves.migrated[layer] += count
+        self.moves.migrated_bytes[layer] += count * self._unit_bytes
+        if not self._fixed:
+            self._costs.observe("t_gather_s", count, block.gather_s)
+            self._costs.observe("t_trans_s", count, max(0.0, block.transfer_s - self._costs.costs().t0_s))
+        if self._span is not None:
+            sent = begin + block.gather_s
+            self._span("copy", f"gather {layer}", begin, sent)
+            self._span("copy", f"transfer {layer}", sent, sent + block.transfer_s)
+
+    def _observe(self, what: Ran) -> None:
+        marks = None if what.marks is None else np.asarray(what.marks)[what.rows]
+        self._on_ran(what, marks)
+        live = np.zeros(self._units, np.bool_)
+        live[what.cold_units] = what.cold_live.any(axis=0)
+        if marks is not None:
+            live[what.bucket] = (marks & self._live_mark).any(axis=0)
+        self.planner.observe(what.layer, live)
