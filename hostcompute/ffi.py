@@ -2,8 +2,8 @@
 
 For the FFN a program gets the address of a `HostTable` as an operand, so it can be compiled before there are weights,
 and one compiled program serves several engines. Kernels and answers are those of `HostPool.ffn`, bit for bit.
-Products with 16-bit matrices need no table. They run in the threads of the pool that was opened first among those that
-are open, an engine's for example; where none is, in as many as there are cores.
+Products with 16-bit matrices, and with packed ones of fewer bits, need no table. They run in the threads of the pool
+that was opened first among those that are open, an engine's for example; where none is, in as many as there are cores.
 """
 
 import ctypes
@@ -31,6 +31,8 @@ from hostcompute.library import (
 
 TARGET = "dynajax_cold_ffn"
 MATMUL = "dynajax_matmul"
+LOWBIT = "dynajax_lowbit"
+GROUP = 32  # columns that share a scale in a packed matrix
 WEIGHT_TYPES = ("float16", "bfloat16", "uint16")  # uint16: the bits of bfloat16
 NOT_ATTACHED = -2
 REBUILD = "it was built for a newer one: run `python setup.py build_ext --inplace --force` in a checkout, or reinstall"
@@ -173,11 +175,12 @@ def unavailable() -> str | None:
     except RuntimeError as error:
         return f"no CPU backend: {error}"
     try:
-        for name in (TARGET, MATMUL):
+        for name in (TARGET, MATMUL, LOWBIT):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except RuntimeError as error:
         return f"jaxlib {version('jaxlib')} refuses the handler: {error}; {REBUILD}"
     library.dynajax_use_matmul(ctypes.cast(native.hc_matmul, ctypes.c_void_p))
+    library.dynajax_use_lowbit(ctypes.cast(native.hc_lowbit, ctypes.c_void_p))
     return None
 
 
@@ -223,6 +226,26 @@ def _matmul(x: jax.Array, weights: jax.Array, *, sum_rows: bool) -> jax.Array:
         raise ValueError(f"x must be float32 [T,{inner}], got {_text(x)}")
     result = jax.ShapeDtypeStruct((x.shape[0], outer), np.float32)
     return jax.ffi.ffi_call(MATMUL, result, vmap_method="sequential")(x, weights, sum_rows=sum_rows)
+
+
+def lowbit_rows_ffi(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """The products of x [T,D] float32 with every row of a packed matrix -> [T,O], in float32; else as `dot_rows_ffi`.
+
+    codes uint8 [O, groups * 4 * bits], scales float16 [O, groups], see src/lowbit.h; D is at most 32 a group.
+    """
+    _check_available()
+    if bits not in (1, 2, 4, 8):
+        raise ValueError(f"bits must be 1, 2, 4 or 8, got {bits}")
+    if scales.ndim != 2 or scales.dtype != np.float16:
+        raise ValueError(f"scales must be float16 [O,groups], got {_text(scales)}")
+    rows, groups = scales.shape
+    if codes.dtype != np.uint8 or codes.shape != (rows, groups * 4 * bits):
+        raise ValueError(f"codes must be uint8 [{rows}, {groups * 4 * bits}], got {_text(codes)}")
+    if x.ndim != 2 or x.dtype != np.float32 or x.shape[1] > groups * GROUP:
+        raise ValueError(f"x must be float32 [T, at most {groups * GROUP}], got {_text(x)}")
+    result = jax.ShapeDtypeStruct((x.shape[0], rows), np.float32)
+    call = jax.ffi.ffi_call(LOWBIT, result, vmap_method="sequential")
+    return call(x, codes, scales, bits=np.int32(bits))
 
 
 def _check_available() -> None:

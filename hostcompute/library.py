@@ -24,7 +24,7 @@ from hostcompute.checks import (
 )
 from hostcompute.numpy_pool import NumpyPool
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 ISA_VARIABLE = "HOSTCOMPUTE_ISA"
 PACKAGE = Path(__file__).parent
 REMEDY = "run `python setup.py build_ext --inplace` in a checkout, or reinstall with a C++17 compiler"
@@ -95,6 +95,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hc_read_sum.restype = ctypes.c_uint64
     library.hc_matmul.argtypes = (pointer, pointer, i64, pointer, i64, i64, i32, i32, pointer)
     library.hc_matmul.restype = i64
+    library.hc_lowbit.argtypes = (pointer, pointer, i64, i64, pointer, pointer, i64, i64, i32, pointer)
+    library.hc_lowbit.restype = i64
     library.hc_set_common.argtypes = (i32, ctypes.c_char_p)
     library.hc_set_common.restype = i32
     return library

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.errors import NumericalError
+from hostcompute import ffi
 
 GROUP = 32
 BITS = (1, 2, 4, 8)
-BLOCK_BYTES = 2 * 2**20  # unpacked at once by `lowbit_scores`
+BLOCK_BYTES = 2 * 2**20  # unpacked at once by `block_scores`
 _QUANTISE_ROWS = 512
 _TINY = np.float32(2.0**-24)  # the smallest float16
 
@@ -130,9 +131,39 @@ def lowbit_scores(
 ) -> jax.Array:
     """x times the transpose of the matrix that a LowBit stands for -> float32 [B, F]; differentiable in x.
 
-    Rows are unpacked in blocks of BLOCK_BYTES, in the backward pass again. The only place that reads the packed
-    form on a device: a faster kernel replaces this function.
+    On the CPU backend the host's kernels read the packed form as it is. Elsewhere, and in the backward pass everywhere,
+    rows are unpacked in blocks of BLOCK_BYTES.
     """
+    return _scores(bits, x, codes, scales)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scores(bits: int, x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    blocks = partial(block_scores, bits=bits)
+    return jax.lax.platform_dependent(x, codes, scales, cpu=partial(_scores_on_cpu, bits), default=blocks)
+
+
+def _scores_forward(bits: int, x: jax.Array, codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, tuple]:
+    return _scores(bits, x, codes, scales), (x, codes, scales)
+
+
+def _scores_backward(bits: int, operands: tuple, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    x, codes, scales = operands
+    transposed = jax.linear_transpose(lambda x: block_scores(x, codes, scales, bits), x)
+    return (*transposed(cotangent), None, None)
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _scores_on_cpu(bits: int, x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    if ffi.unavailable() is not None:
+        return block_scores(x, codes, scales, bits)
+    return ffi.lowbit_rows_ffi(x, codes, scales, bits)
+
+
+def block_scores(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """`lowbit_scores` on any backend, and its gradient."""
     x = _padded(x, scales)
     total, width = codes.shape[0], x.shape[1]
     rows = max(8, BLOCK_BYTES // (4 * width) // 8 * 8)

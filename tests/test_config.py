@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from dynajax.config import Activation, EngineConfig, ModelSpec, Rope, parse_budget
+from dynajax.config import Activation, EngineConfig, ModelSpec, PolicyConfig, Rope, parse_budget
 from dynajax.errors import UsageError
 from dynajax.testing import TINY
 

@@ -35,7 +35,7 @@ def row(ours: str = "", third: str = "", never: frozenset[str] = frozenset()) ->
     return Row(ours=frozenset(ours.split()), third=frozenset(third.split()), never=never)
 
 
-RUN_TIME = "policy budget quant ops models checkpoint bundles hostcompute pool transfer profile memory programs text"
+RUN_TIME = "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer profile memory programs text"
 ENGINE = f"config plan sampling trace scheduler predictors model_folder chat {RUN_TIME}"
 JAX_STACK = "jax flax numpy ml_dtypes"
 
@@ -64,7 +64,8 @@ TABLE = {
     "chat": row("config checkpoint text", "jinja2"),
     "fetch": row("config checkpoint convert model_folder predictors"),
     "pool": row("plan config bundles ops programs hostcompute budget policy.costs", "jax numpy ml_dtypes"),
-    "transfer": row("plan config bundles ops programs hostcompute budget policy.costs pool", "jax numpy ml_dtypes"),
+    "staging": row("", "jax numpy"),
+    "transfer": row("plan config bundles ops programs hostcompute budget policy.costs pool staging", "jax numpy"),
     "profile": row(
         "plan config bundles ops programs hostcompute budget policy.costs pool transfer", "jax numpy ml_dtypes"
     ),
@@ -90,7 +91,7 @@ TABLE = {
     "hostcompute": row("", "numpy"),
     "hostcompute.callback": row("hostcompute", "jax numpy"),
     "hostcompute.ffi": row("hostcompute", "jax numpy"),
-    "predictors": row("config trace models ops bundles quant checkpoint", f"{JAX_STACK} optax orbax"),
+    "predictors": row("config trace models ops bundles quant checkpoint hostcompute.ffi", f"{JAX_STACK} optax orbax"),
     "scripts": row("dynajax cli engine sampling sim plan trace predictors config budget checkpoint profile", "typer"),
 }
 

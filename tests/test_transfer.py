@@ -138,7 +138,7 @@ class Log:
 
     def __init__(self):
         self.events = []
-        self.slots = (64,)
+        self.slots, self.epoch = (64,), 0
         self.lanes = {}
 
     def lane(self, staging):

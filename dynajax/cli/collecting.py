@@ -65,7 +65,8 @@ def collect_stats(
         checkpoint, found = collecting.collect(engine.model, folder, config, windows, step, density)
     wanted = None if spec.activation.has_zeros else density
     figures = {"frequency": found.frequency, "mass": found.mass, "cosine": found.cosine}
-    figures |= {} if wanted is None else {"density": np.float32(wanted)}
+    if wanted is not None:
+        figures["density"] = np.array(wanted, np.float32)
     write_stats(out, fingerprint=checkpoint.fingerprint(), tokens=found.tokens, **figures)
     if output.json:
         head = {"model": engine.model, "out": str(out), "tokens": found.tokens, "wanted_density": wanted}

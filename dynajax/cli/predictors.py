@@ -113,6 +113,8 @@ def train_predictors(
         refuse_taken(out)
         read = text_of(text, checkpoint, config.ctx, recipe.seed)
         found = train(engine.model, checkpoint, config, recipe, read, out, resume=flags.resume, progress=step)
+    if flags.resume and not found.resumed_at:
+        note("there was nothing to go on with: the run began anew")
     rows = rows_of(found.manifest)
     record = told(found, recipe, rows) | {"model": engine.model, "out": str(out), "disk_bytes": disk_bytes(out)}
     if not write_report(out, record):

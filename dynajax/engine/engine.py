@@ -21,7 +21,9 @@ from dynajax.engine.figures import layers_of
 from dynajax.engine.observing import Observe, Observer, Seen
 from dynajax.engine.opening import Parts, open_parts
 from dynajax.engine.report import Phases, make_results
+from dynajax.engine.masked import Source
 from dynajax.engine.result import Event, Result
+from dynajax.engine.scoring import Scored, check_room, score
 from dynajax.engine.turn import Turn
 from dynajax.errors import EngineError, UsageError
 from dynajax.sampling import SamplingParams
@@ -109,6 +111,25 @@ class Engine:
         with self._turn:
             for _, event in self._run(self._open_parts(), [row]):
                 yield event
+
+    def score(self, text: Prompt, *, source: Source | None = None, check: bool = False) -> Scored:
+        """Log-probabilities of a text's tokens (text or token ids, at most as long as the context).
+
+        In predicted mode every position has its own mask, as it would have while decoding. source: another mask than
+        the engine's. check: also count how many live neurons the masks found, at the price of computing all of them.
+        """
+        with self._turn:
+            parts = self._open_parts()
+            ids, ctx = parts.encode(text), parts.prepared.ctx
+            if len(ids) > ctx:
+                raise UsageError(f"the text has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
+            check_room(parts)
+            try:
+                with translated_errors():
+                    return score(parts, ids, source, check=check)
+            except BaseException:
+                parts.recover()
+                raise
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation ({"role": ..., "content": ...} each) as a prompt, by the model's chat template."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from dynajax.engine.checks import LiveCheck, PromptCounts
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.ledger import Ledger
+from dynajax.engine.masked import MaskedPrompt, PredictedScores
 from dynajax.engine.prediction import Place, Predictors
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece
@@ -43,6 +44,7 @@ class Wishes:
     theta: np.uint8  # where no plan says otherwise
     moves: bool  # plans are asked for
     always_waits: bool
+    skips_prompts: bool
     lead: int
     deadline_s: float | None = None  # None: a share of a layer's time
 
@@ -79,6 +81,12 @@ class PlannedRunner:
 
     def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
         """Prefill of one row; see `Runner`. Which neurons are live in it seeds the frequencies."""
+        if self.wishes.skips_prompts:
+            assert self.predictors is not None, "nothing can be skipped without scores"
+            masked = MaskedPrompt(self._programs, self._pool, self._cold, self.layers)
+            source = PredictedScores(self.predictors, self.wishes.theta)
+            masked.run(state, row, pieces, source, on_part, whole=False)
+            return
         with self._counting():
             self.layers.prompt(state, row, pieces, on_part)
 

@@ -55,6 +55,8 @@ class Prepared:
     programs: Programs
     memory: MemoryPlan
     placement: Placement
+    temporaries: int  # bytes that the budget grants any program
+    unlimited: bool  # no budget was given
     fill_piece: int  # units moved at a time when the pool is filled
     host_mode: str
     host: Host | None  # of whole-token programs; None in threads mode
@@ -84,9 +86,9 @@ def prepare(
     if layout.mode == "resident":
         strategy = strategy.resident(spec)
     unit, host_unit = budget.unit_bytes(spec, dtype), budget.unit_bytes(spec, host_dtype)
-    prediction, staged, smallest = NONE, 0, sum(layout.fixed.values())
+    prediction, staged = NONE, 0
     if strategy.planned:
-        layout, prediction, staged, smallest = add_plans(layout, strategy, host_unit, fingerprint)
+        layout, prediction, staged = add_plans(layout, strategy, host_unit, fingerprint)
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
     place = place_equal if strategy.moves else place_static
     placement = place(frequency, unit, 0 if strategy.policy == "none" else layout.pool_bytes)
@@ -98,7 +100,7 @@ def prepare(
         budget_bytes=layout.budget_bytes,
         pool=placement.resident * unit,
         margin=budget.margin_bytes(layout.budget_bytes, gpu=gpu),
-        smallest_budget_bytes=budget.smallest_budget(smallest, gpu=gpu),
+        smallest_budget_bytes=budget.smallest_budget(sum(layout.fixed.values()), gpu=gpu),
         host=budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"),
         units_total=spec.layers * spec.ffn,
         units_resident=placement.resident,
@@ -117,6 +119,8 @@ def prepare(
         programs=layout.programs,
         memory=memory,
         placement=placement,
+        temporaries=layout.temporaries,
+        unlimited=layout.unlimited,
         fill_piece=fill_piece(spec.ffn, budget.unit_bytes(spec, host_dtype), unit, layout.temporaries),
         host_mode=layout.mode,
         host=layout.host,
@@ -194,27 +198,20 @@ def _try(config: EngineConfig, mode: str, shapes: Shapes, device: jax.Device, pr
 
 def add_plans(
     layout: Layout, strategy: Strategy, host_unit: int, fingerprint: str | None
-) -> tuple[Layout, Prediction, int, int]:
-    """The layout with what plans need beside the pool -> that, the predictors, units sent at a time, and the least
-    bytes that everything but a pool takes."""
+) -> tuple[Layout, Prediction, int]:
+    """The layout with what plans need beside the pool -> that, the predictors, and units sent at a time."""
     shapes, programs = layout.programs.shapes, layout.programs
     staged = rung_below(max(1, block_units(shapes.spec.ffn) // 20), swap_ladder(MOST_STAGED)) if strategy.moves else 0
     staging = {"staging": RING * staged * host_unit}
-    wanted = {"skips": strategy.skips, "places": strategy.places}
-
-    def chosen(room: int | None) -> Prediction:
-        return choose(shapes.spec, strategy.knobs, strategy.trained, fingerprint, room_bytes=room, **wanted)
-
-    smallest = chosen(0)
-    prediction = chosen(layout.pool_bytes)
+    prediction = choose(
+        shapes.spec, strategy.knobs, strategy.trained, fingerprint, skips=strategy.skips, places=strategy.places
+    )
     for place in prediction.entries:
         programs.forms[prediction.scoring(place).name] = prediction.scoring(place)
     scores = [("score", shapes.batch, name) for name in programs.forms]
     temporaries = max([layout.temporaries, *(programs.temp_bytes(*key) for key in scores)])
     kept = shapes.batch * shapes.spec.ffn * (1 + len(prediction.entries))  # scores [B, F]
-    fixed = fixed_bytes(shapes, temporaries + kept) | staging
-    least = sum(fixed.values()) + smallest.bytes
-    fixed |= {"predictors": prediction.bytes}
+    fixed = fixed_bytes(shapes, temporaries + kept) | staging | {"predictors": prediction.bytes}
     total = layout.budget_bytes
     if layout.unlimited:
         total += sum(fixed.values()) - sum(layout.fixed.values())
@@ -225,7 +222,7 @@ def add_plans(
         budget_bytes=total,
         pool_bytes=budget.pool_budget(total, sum(fixed.values()), gpu=layout.gpu),
     )
-    return grown, prediction, staged, least
+    return grown, prediction, staged
 
 
 def compiled_for(mode: str, shapes: Shapes, progress: Progress) -> tuple[Host | None, Programs, int]:

@@ -64,6 +64,7 @@ class Plans:
     mass: npt.NDArray[np.float32] | None
     fixed_costs: bool
     runner: PlannedRunner
+    check_live: LiveCheck
     span: Span | None = None
 
     def start(self) -> None:
@@ -148,6 +149,7 @@ def make_plans(
         theta=np.uint8(np.rint(knobs.theta * 255)),
         moves=strategy.moves and any(pool.slots),
         always_waits=deterministic,
+        skips_prompts=strategy.skips and knobs.sparse_prefill,
         lead=prepared.prediction.lead if prepared.prediction.entries else min(knobs.lead, spec.layers - 1),
         deadline_s=knobs.deadline_s,
     )
@@ -177,6 +179,7 @@ def make_plans(
         mass=mass,
         fixed_costs=deterministic,
         runner=runner,
+        check_live=check,
     )
     plans.start()
     return plans

@@ -22,8 +22,6 @@ from predictors.untrained import calibration
 
 SILU_DENSITY = 0.5  # of neurons computed where none is exactly zero
 PLACING_BITS = 1  # of training-free copies that only steer placement
-SKIPPING_BITS = (4, 2, 1)  # of those that decide what is skipped: the most for which ...
-SHARE = 0.25  # ... this share of the memory for predictors and pool is enough
 Place = tuple[int, int]  # lead, layer whose neurons are scored
 
 
@@ -80,7 +78,6 @@ def choose(
     *,
     skips: bool,
     places: bool,
-    room_bytes: int | None,  # for predictors and pool; None: no limit
 ) -> Prediction:
     """The predictors for what is wanted: to skip neurons, to place them."""
     if not (skips or places):
@@ -92,11 +89,13 @@ def choose(
     wanted = _wanted(spec.layers, lead, skip_lead, skips=skips, places=places)
     shape = Shape.of(spec)
     if trained is None:
-        bits = _skipping_bits(shape, wanted, lead, skips, room_bytes)
-        entries = {
-            (ahead, layer): Entry(layer=layer, lead=ahead, form=Form(kind="gate", bits=bits[ahead]).at(ahead))
-            for ahead, layer in wanted
-        }
+        skipping = set(_wanted(spec.layers, lead, skip_lead, skips=skips, places=False))
+
+        def form(place: Place) -> Form:
+            bits = knobs.skip_bits if place in skipping else PLACING_BITS
+            return Form(kind="gate", bits=bits).at(place[0])
+
+        entries = {place: Entry(layer=place[1], lead=place[0], form=form(place)) for place in wanted}
         return Prediction(kind="gate", entries=entries, bytes=_bytes(shape, entries, 2), **common)
     manifest = matching_manifest(trained, fingerprint, {"layers": spec.layers, "hidden": spec.hidden, "ffn": spec.ffn})
     held = {(entry.lead, entry.layer): entry for entry in manifest.all_entries()}
@@ -118,19 +117,6 @@ def _wanted(layers: int, lead: int, skip_lead: int, *, skips: bool, places: bool
         wanted += [(lead, layer) for layer in range(lead, layers)]
         wanted += [] if skips else [(0, layer) for layer in range(lead)]
     return list(dict.fromkeys(wanted))
-
-
-def _skipping_bits(
-    shape: Shape, wanted: list[Place], lead: int, skips: bool, room_bytes: int | None
-) -> dict[int, int]:
-    """Bits of training-free copies, by lead."""
-    leads = {ahead for ahead, _ in wanted}
-    for bits in SKIPPING_BITS:
-        chosen = {ahead: bits if skips and ahead < max(lead, 1) else PLACING_BITS for ahead in leads}
-        forms = [Form(kind="gate", bits=chosen[ahead]).at(ahead) for ahead, _ in wanted]
-        if room_bytes is None or sum(form_bytes(shape, form) for form in forms) <= SHARE * room_bytes:
-            break
-    return chosen
 
 
 def _bytes(shape: Shape, entries: Mapping[Place, Entry], itemsize: int) -> int:

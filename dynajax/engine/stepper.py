@@ -60,13 +60,22 @@ class Stepper:
 
     def prefill(self, row: int, ids: Sequence[int], on_part: OnPart) -> None:
         """Keys and values of a prompt's tokens (at least one), at positions 0.. of one row; `on_part`: see `Runner`."""
+        self._runner.prompt(self._state, row, self.embed(ids), on_part)
+        self._state.xs.block_until_ready()
+
+    def embed(self, ids: Sequence[int]) -> list[Piece]:
+        """The workspace with the embeddings of ids, and the pieces in which they go through the layers."""
         pieces, start, shapes = [], 0, self._programs.shapes
         for size, count in split_chunks(len(ids), shapes.chunks, shapes.ctx):
             pieces.append((start, size, count))
             start += count
         self._embed_prompt(ids, pieces)
-        self._runner.prompt(self._state, row, pieces, on_part)
-        self._state.xs.block_until_ready()
+        return pieces
+
+    @property
+    def state(self) -> DeviceState:
+        """Caches and workspace, for who carries a prompt through the layers himself."""
+        return self._state
 
     def step(
         self,

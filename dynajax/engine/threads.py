@@ -115,26 +115,29 @@ class ThreadsRunner:
                 y_cold = self._cold.run_active(layer, np.asarray(h), active) if cold else self._zeros
         return programs.get("head")(weights.norm, weights.table, x, y_cold)
 
-    def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
+    def prompt(
+        self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart, *, whole: bool = False
+    ) -> list[Rows]:
         """Every chunk passes layer i before any passes layer i + 1, so that each cold unit is read once a prompt.
 
-        The last layer ends with its keys and values: nothing reads its FFN.
+        The last layer ends with its keys and values, for nothing reads its FFN, unless the `whole` is wanted: then
+        the result is that layer's y_cold by chunk.
         """
         zeros = [np.zeros((size, self._zeros.shape[1]), np.float32) for _, size, _ in pieces]
         y_cold, layers = zeros, len(self._weights.layers)
         for layer in range(layers):
-            last = layer == layers - 1
+            last = layer == layers - 1 and not whole
             hidden, hot, streams = [], [], []
             for piece, y in zip(pieces, y_cold, strict=True):
                 before = self.observer.before(state.xs, piece[0], y) if self.observer is not None else None
-                h = self._attend_chunk(state, layer, row, piece, y)
+                h = self.attend_chunk(state, layer, row, piece, y)
                 if self.watch is not None:
                     self.watch(layer, np.asarray(h)[: piece[2]])
                 if self.observer is not None:
                     stream = self.observer.after(layer, state.xs, *piece[:2]) if before is None else before
                     streams.append(None if stream is None else stream[: piece[2]])
                 if not last:
-                    self._hot_chunk(state, layer, h, piece[0])
+                    self.hot_chunk(state, layer, h, piece[0])
                 if piece[0] == 0:  # the widest chunk's h is alive
                     self._on_full()
                 if self.observer is not None:
@@ -143,6 +146,7 @@ class ThreadsRunner:
                     hidden.append(np.asarray(h)[: piece[2]].copy())  # a view would keep h on the device
             y_cold = self._cold_chunks(layer, pieces, hidden, hot, streams) if hidden else zeros
             on_part(layer + 1, layers)
+        return y_cold
 
     def _hot_rows(self, state: DeviceState, layer: int, x: jax.Array, h: jax.Array, active) -> jax.Array:
         hot = self._programs.get("hot_rows", self._pool.slots[layer])
@@ -156,7 +160,8 @@ class ThreadsRunner:
             self._timer.add(time.perf_counter() - start)
         return x
 
-    def _attend_chunk(self, state: DeviceState, layer: int, row: int, piece: Piece, y_cold: Rows) -> jax.Array:
+    def attend_chunk(self, state: DeviceState, layer: int, row: int, piece: Piece, y_cold: Rows) -> jax.Array:
+        """A chunk's attention, `state.xs` moved on -> the FFN's input h [T, W]."""
         start, size, _ = piece
         prefix = bucket_of(start + size, self._programs.shapes.chunk_prefixes)
         attend = self._programs.get("attend_chunk", size, prefix)
@@ -165,7 +170,8 @@ class ThreadsRunner:
         state.xs, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, state.xs, y_cold, np.int32(row), at)
         return h
 
-    def _hot_chunk(self, state: DeviceState, layer: int, h: jax.Array, start: int) -> None:
+    def hot_chunk(self, state: DeviceState, layer: int, h: jax.Array, start: int) -> None:
+        """The device's half of a chunk's FFN, added to `state.xs`."""
         slots = self._pool.slots[layer]
         if slots:
             hot = self._programs.get("hot_chunk", len(h), slots)

@@ -48,6 +48,8 @@ def sources_of(checkpoint: Checkpoint) -> Callable[[int], GateSource]:
 def device_bytes(shape: Shape, leads: Sequence[int], forms: Sequence[Form], settings: Settings) -> int:
     """What a `Trainer` takes of its device, at most: copies, trained numbers with their moments, a step's arrays."""
     total = _WIDE_ARRAYS * 4 * settings.batch * (shape.ffn + shape.hidden)
+    if any(form.kind == "gate" for form in forms):
+        total += 2 * 4 * shape.ffn * shape.hidden * shape.matrices  # a layer's copies unpacked, and their gradient's
     for form in forms:
         if form.kind == "gate":  # one copy for all leads
             total += shape.layers * form_bytes(shape, Form(kind="gate", bits=form.bits)) * (form.rank == 0)

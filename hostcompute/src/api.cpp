@@ -7,6 +7,7 @@
 #include "ffn.h"
 #include "handle.h"
 #include "kernels.h"
+#include "lowbit.h"
 #include "matmul.h"
 #include "pool.h"
 #include "stream.h"
@@ -18,6 +19,21 @@ int64_t first_outside(const hc_arena& arena, const int32_t* units, int64_t count
   for (int64_t i = 0; i < count; ++i)
     if (units[i] < 0 || units[i] >= arena.units) return i + 1;
   return 0;
+}
+
+// Calls compute(pool, kernels) in the pool of a handle, or for null in that of the programs, when its turn comes.
+template <typename Compute>
+int64_t in_turn(void* pool, Compute compute) {
+  try {
+    const Handle handle = pool != nullptr ? *static_cast<Handle*>(pool) : common_handle();
+    std::lock_guard<std::mutex> turn(handle.pool->turn());
+    compute(*handle.pool, *handle.kernels);
+  } catch (const std::system_error&) {
+    return hc_no_resources;
+  } catch (const std::bad_alloc&) {
+    return hc_no_memory;
+  }
+  return hc_ok;
 }
 
 // Null on error, with *status set.
@@ -94,14 +110,14 @@ int32_t hc_set_common(int32_t threads, const char* isa) {
 
 int64_t hc_matmul(void* pool, const float* x, int64_t tokens, const void* weights, int64_t rows, int64_t width,
                   int32_t dtype, int32_t sum_rows, float* y) {
-  try {
-    const Handle handle = pool != nullptr ? *static_cast<Handle*>(pool) : common_handle();
-    std::lock_guard<std::mutex> turn(handle.pool->turn());
-    matmul(*handle.pool, *handle.kernels, {x, tokens, weights, rows, width, dtype, sum_rows != 0, y});
-  } catch (const std::system_error&) {
-    return hc_no_resources;
-  } catch (const std::bad_alloc&) {
-    return hc_no_memory;
-  }
-  return hc_ok;
+  return in_turn(pool, [&](Pool& own, const Kernels& kernels) {
+    matmul(own, kernels, {x, tokens, weights, rows, width, dtype, sum_rows != 0, y});
+  });
+}
+
+int64_t hc_lowbit(void* pool, const float* x, int64_t tokens, int64_t width, const uint8_t* codes,
+                  const uint16_t* scales, int64_t rows, int64_t groups, int32_t bits, float* y) {
+  return in_turn(pool, [&](Pool& own, const Kernels& kernels) {
+    lowbit(own, kernels, {x, tokens, width, codes, scales, rows, groups, bits, y});
+  });
 }

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-constexpr int32_t hc_abi = 4;
+constexpr int32_t hc_abi = 5;
 
 #define HC_API extern "C" __attribute__((visibility("default")))
 
@@ -52,6 +52,12 @@ HC_API uint64_t hc_read_sum(void* pool, const void* data, int64_t bytes);
 // hc_ok, hc_no_memory or hc_no_resources.
 HC_API int64_t hc_matmul(void* pool, const float* x, int64_t tokens, const void* weights, int64_t rows, int64_t width,
                          int32_t dtype, int32_t sum_rows, float* y);
+
+// Products with all rows of a packed matrix: y[tokens, rows] = x[tokens, width] . rows. codes: uint8
+// [rows, groups * 4 * bits]; scales: float16 [rows, groups]; bits 1, 2, 4 or 8. A group is 32 columns, see src/lowbit.h;
+// width is at most that of all groups, and columns behind it count for nothing. pool and result as in hc_matmul.
+HC_API int64_t hc_lowbit(void* pool, const float* x, int64_t tokens, int64_t width, const uint8_t* codes,
+                         const uint16_t* scales, int64_t rows, int64_t groups, int32_t bits, float* y);
 
 // hc_ok, hc_unknown_isa or hc_missing_isa. Starts no thread.
 HC_API int32_t hc_set_common(int32_t threads, const char* isa);

@@ -21,9 +21,35 @@ struct Tiles {
   AxpyTile axpy[2][tile];
 };
 
+constexpr int panel_rows(int bits) { return bits <= 2 ? 64 : 128 / bits; }  // that one kernel call handles at most
+constexpr int panel_tokens = 2;  // at most
+constexpr int group_columns = 32;
+
+// What a kernel wants to know of a token, `prepared_floats` for each group. Of 1 and 2 bits: for every four bits of the
+// codes, from the lowest ones of the first byte on, a table of what each value of theirs adds to the product, so that
+// nothing need be unpacked. Of 4 and 8 bits: x itself, all groups of it, and then for each group what its sum begins
+// with, because codes are multiplied as they are, which is half of the largest one too much.
+constexpr int table_floats = 16;
+constexpr int64_t prepared_floats(int bits) { return bits <= 2 ? 8 * bits * table_floats : group_columns + 1; }
+
+// Rows of a packed matrix, see lowbit.h, and the tokens to multiply them with.
+struct Panel {
+  const uint8_t* codes;    // [rows, groups * 4 * bits]
+  const uint16_t* scales;  // float16 [rows, groups]
+  int64_t rows;            // at least one
+  int64_t groups;
+  const float* const* x;  // of each token, prepared_floats(bits) a group
+  float* const* y;        // [rows] of each token
+  const uint8_t* next_codes;  // what is read after this: prefetched meanwhile, as much as this panel has; or null
+  const uint16_t* next_scales;
+};
+
+using LowbitPanel = void (*)(const Panel& panel);
+
 struct Kernels {
   const char* isa;
   Tiles tiles[dtypes];
+  LowbitPanel lowbit[4][panel_tokens];  // of 1, 2, 4 and 8 bits; then [tokens - 1]
   void (*copy)(void* to, const void* from, int64_t bytes);  // past the caches where the CPU can
   uint64_t (*read_sum)(const void* data, int64_t bytes);
 };

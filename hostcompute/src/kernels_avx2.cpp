@@ -14,6 +14,7 @@ namespace {
 
 struct Simd {
   using reg = __m256;
+  using ints = __m256i;
   static constexpr int width = 8;
   static constexpr int max_sums = 8;
 
@@ -32,6 +33,38 @@ struct Simd {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
+  static ints words(reg value) { return _mm256_castps_si256(value); }
+  static ints widen(const uint8_t* bytes) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  static ints shift(ints words) { return _mm256_srli_epi32(words, 4); }
+  static reg lookup(const float* table, ints index) {
+    const reg low = _mm256_permutevar8x32_ps(load(table), index);
+    const reg high = _mm256_permutevar8x32_ps(load(table + width), index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  }
+  static reg nibble(ints words) { return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(0xf))); }
+  static reg byte(ints words) { return _mm256_cvtepi32_ps(words); }
+  static void transpose(reg* rows) {
+    reg pairs[width];
+    for (int i = 0; i < width; i += 2) {
+      pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+      pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    reg fours[width];  // [i + c]: of four rows from i on, the columns c and c + 4
+    for (int i = 0; i < width; i += 4) {
+      for (int c = 0; c < 4; c += 2) {
+        const __m256d first = _mm256_castps_pd(pairs[i + c / 2]);
+        const __m256d second = _mm256_castps_pd(pairs[i + c / 2 + 2]);
+        fours[i + c] = _mm256_castpd_ps(_mm256_unpacklo_pd(first, second));
+        fours[i + c + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(first, second));
+      }
+    }
+    for (int c = 0; c < 4; ++c) {
+      rows[c] = _mm256_permute2f128_ps(fours[c], fours[c + 4], 0x20);
+      rows[c + 4] = _mm256_permute2f128_ps(fours[c], fours[c + 4], 0x31);
+    }
+  }
   static void stream_line(void* to, const void* from) {
     __m256i* target = static_cast<__m256i*>(to);
     const __m256i* source = static_cast<const __m256i*>(from);
@@ -46,6 +79,7 @@ struct Simd {
 
 }  // namespace
 
+#include "lowbit_impl.h"
 #include "kernels_impl.h"
 
 const Kernels avx2_kernels = make_kernels("avx2");

@@ -17,6 +17,7 @@ namespace {
 
 struct Simd {
   using reg = __m512;
+  using ints = __m512i;
   static constexpr int width = 16;
   static constexpr int max_sums = 16;
 
@@ -31,6 +32,42 @@ struct Simd {
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
   static reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
   static float sum(reg value) { return _mm512_reduce_add_ps(value); }
+  static ints words(reg value) { return _mm512_castps_si512(value); }
+  static ints widen(const uint8_t* bytes) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  static ints shift(ints words) { return _mm512_srli_epi32(words, 4); }
+  static reg lookup(const float* table, ints index) { return _mm512_permutexvar_ps(index, load(table)); }
+  static reg nibble(ints words) {
+    return _mm512_permutexvar_ps(words, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  }
+  static reg byte(ints words) { return _mm512_cvtepi32_ps(words); }
+  static void transpose(reg* rows) {
+    reg pairs[width];
+    for (int i = 0; i < width; i += 2) {
+      pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+      pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    reg fours[width];  // [i + c]: of four rows from i on, the columns c, c + 4, c + 8 and c + 12
+    for (int i = 0; i < width; i += 4) {
+      for (int c = 0; c < 4; c += 2) {
+        const __m512d first = _mm512_castps_pd(pairs[i + c / 2]);
+        const __m512d second = _mm512_castps_pd(pairs[i + c / 2 + 2]);
+        fours[i + c] = _mm512_castpd_ps(_mm512_unpacklo_pd(first, second));
+        fours[i + c + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(first, second));
+      }
+    }
+    for (int c = 0; c < 4; ++c) {
+      const reg even_low = _mm512_shuffle_f32x4(fours[c], fours[c + 4], 0x88);
+      const reg even_high = _mm512_shuffle_f32x4(fours[c + 8], fours[c + 12], 0x88);
+      const reg odd_low = _mm512_shuffle_f32x4(fours[c], fours[c + 4], 0xdd);
+      const reg odd_high = _mm512_shuffle_f32x4(fours[c + 8], fours[c + 12], 0xdd);
+      rows[c] = _mm512_shuffle_f32x4(even_low, even_high, 0x88);
+      rows[c + 4] = _mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
+      rows[c + 8] = _mm512_shuffle_f32x4(even_low, even_high, 0xdd);
+      rows[c + 12] = _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
+    }
+  }
   static void stream_line(void* to, const void* from) {
     _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
   }
@@ -42,6 +79,7 @@ struct Simd {
 
 }  // namespace
 
+#include "lowbit_impl.h"
 #include "kernels_impl.h"
 
 const Kernels avx512_kernels = make_kernels("avx512");

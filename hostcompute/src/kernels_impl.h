@@ -3,7 +3,8 @@
 // library: code compiled for AVX-512 must not be shared by the linker with code for any CPU.
 //
 // Simd has: reg, width, max_sums (registers for running sums), zero, broadcast, load (of each weight type),
-// store, add, fma, sum, and stream_line(to, from), which copies 64 aligned bytes past the caches.
+// store, add, fma, sum, and stream_line(to, from), which copies 64 aligned bytes past the caches. What packed matrices
+// need besides is said in lowbit_impl.h.
 
 namespace {
 
@@ -221,7 +222,14 @@ constexpr Tiles make_tiles() {
 }
 
 constexpr Kernels make_kernels(const char* isa) {
-  return {isa, {make_tiles<float>(), make_tiles<Half>(), make_tiles<Brain>()}, copy, read_sum};
+  return {isa,
+          {make_tiles<float>(), make_tiles<Half>(), make_tiles<Brain>()},
+          {{table_panel<1, 1>, table_panel<1, 2>},
+           {table_panel<2, 1>, table_panel<2, 2>},
+           {code_panel<4, 1>, code_panel<4, 2>},
+           {code_panel<8, 1>, code_panel<8, 2>}},
+          copy,
+          read_sum};
 }
 
 }  // namespace

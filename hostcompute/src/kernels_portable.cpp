@@ -13,6 +13,7 @@ float to_float(Brain value);
 // Four floats by the compiler's vector extension: SSE2, NEON, or whatever the target has.
 struct Simd {
   typedef float reg __attribute__((vector_size(16)));
+  typedef int32_t ints __attribute__((vector_size(16)));
   static constexpr int width = 4;
   static constexpr int max_sums = 8;
 
@@ -31,12 +32,35 @@ struct Simd {
   static reg add(reg a, reg b) { return a + b; }
   static reg fma(reg a, reg b, reg c) { return a * b + c; }
   static float sum(reg value) { return (value[0] + value[2]) + (value[1] + value[3]); }
+  static ints words(reg value) {
+    ints result;
+    std::memcpy(&result, &value, sizeof result);
+    return result;
+  }
+  static ints widen(const uint8_t* bytes) {
+    typedef uint8_t four __attribute__((vector_size(4)));
+    four narrow;
+    std::memcpy(&narrow, bytes, sizeof narrow);
+    return __builtin_convertvector(narrow, ints);
+  }
+  static ints shift(ints words) { return words >> 4; }
+  static reg lookup(const float* table, ints index) {
+    index &= 0xf;
+    return reg{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
+  }
+  static reg nibble(ints words) { return __builtin_convertvector(words & 0xf, reg); }
+  static reg byte(ints words) { return __builtin_convertvector(words, reg); }
+  static void transpose(reg* rows) {
+    const reg copy[width] = {rows[0], rows[1], rows[2], rows[3]};
+    for (int i = 0; i < width; ++i) rows[i] = reg{copy[0][i], copy[1][i], copy[2][i], copy[3][i]};
+  }
   static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
   static void fence() {}
 };
 
 }  // namespace
 
+#include "lowbit_impl.h"
 #include "kernels_impl.h"
 
 const Kernels portable_kernels = make_kernels("portable");

@@ -68,11 +68,11 @@ def test_refusals(command, bare_model, model, tmp_path, argv, code, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_killed_command_goes_on(signum, code, tmp_path):
-    """On the shipped model; a state is on disk when the signal comes."""
+def test_a_killed_command_goes_on(signum, code, bare_model, tmp_path):
+    """A state is on disk when the signal comes."""
     ids = tmp_path / "ids.npy"
     np.save(ids, np.random.default_rng(0).integers(3, 4096, 9000))
-    argv = [sys.executable, "scripts/train_predictors.py", "--ids", ids, "--kind", "gate", "--lead", "0"]
+    argv = [sys.executable, "scripts/train_predictors.py", "--model", bare_model, "--ids", ids, *SMALL]
     argv = [*map(str, argv), "--checkpoint-tokens", "1000", "--out"]
     whole, out = tmp_path / "whole", tmp_path / "out"
     subprocess.run([*argv, str(whole)], cwd=ROOT, check=True, capture_output=True)

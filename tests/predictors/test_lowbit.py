@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dynajax.errors import NumericalError
+from hostcompute import ffi
 from predictors.lowbit import (
     BLOCK_BYTES,
     dequantise,
@@ -100,6 +101,34 @@ def test_scores_are_the_product(bits, shape, rows):
                 np.testing.assert_allclose(found[:, ::-1], expected, rtol=0, atol=2e-6 * scale)
 
 
+@pytest.mark.parametrize("available", [True, False])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_scores_on_the_cpu_with_and_without_the_library(monkeypatch, bits, available):
+    """The host's kernels if they can be had, blocks if not: both within rounding of the reference."""
+    if not available:
+        monkeypatch.setattr(ffi, "unavailable", lambda: "tried without")
+    elif (reason := ffi.unavailable()) is not None:
+        pytest.skip(reason)
+    for shape in ((130, 33), (70, 1001), (300, 512)):
+        packed = quantise(matrix_of(*shape), bits)
+        lengths = np.linalg.norm(dequantise(packed), axis=1)
+        for rows in (1, 2, 3, 8):
+            x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, shape[1])), jnp.float32)
+            program = jax.jit(lambda x, c, s: lowbit_scores(x, c, s, bits)).lower(x, packed.codes, packed.scales)
+            assert (ffi.LOWBIT in program.as_text()) == available
+            found = program.compile()(x, packed.codes, packed.scales)
+            wanted = lowbit_scores_reference(x, packed.codes, packed.scales, bits)
+            limit = 3e-6 * np.linalg.norm(x, axis=1)[:, None] * lengths
+            assert (np.abs(np.asarray(found) - wanted) <= limit).all()
+            assert not (np.abs(np.asarray(found)[:, ::-1] - wanted) <= limit).all()
+
+
+def test_other_platforms_do_without_the_library():
+    packed = quantise(matrix_of(40, 64), 2)
+    traced = jax.jit(lambda x: lowbit_scores(x, packed.codes, packed.scales, 2)).trace(jnp.ones((1, 64)))
+    assert ffi.LOWBIT not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_no_large_temporary_forward_and_backward():
     packed = quantise(matrix_of(6000, 1024), 2)
     whole = 4 * 6000 * 1024  # unpacked
@@ -122,6 +151,25 @@ def test_gradient():
     found = jax.grad(lambda x: (lowbit_scores(x, packed.codes, packed.scales, 4) * weights).sum())(x)
     expected = np.asarray(weights, np.float64) @ dequantise(packed)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_gradient_is_that_of_the_blocks(bits):
+    """In x; codes and scales have none."""
+    packed = quantise(matrix_of(1100, 1001), bits)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 1001)), jnp.float32)
+    weights = jnp.asarray(np.random.default_rng(2).standard_normal((2, 1100)), jnp.float32)
+
+    def gradient(scores):
+        return jax.jit(jax.grad(lambda x: (scores(x) * weights).sum()))(x)
+
+    found = gradient(lambda x: lowbit_scores(x, packed.codes, packed.scales, bits))
+    wanted = gradient(lambda x: lowbit_scores_reference(x, packed.codes, packed.scales, bits))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(found[:, ::-1], wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+    scales = jax.grad(lambda s: lowbit_scores(x, packed.codes, s, bits).sum())(packed.scales)
+    assert not np.any(scales)
 
 
 def test_in_a_program_with_donated_neighbours():

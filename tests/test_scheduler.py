@@ -1,0 +1,467 @@
+"""The scheduler's thread: in order, newest first, never silent about a failure, and gone after close."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dynajax import scheduler as module
+from dynajax.config import PolicyConfig
+from dynajax.errors import EngineError, NumericalError
+from dynajax.plan import LayerPlan, Placement
+from dynajax.policy.costs import CostEstimator, Costs
+from dynajax.policy.planner import NeuronPlanner
+from dynajax.programs.bodies import ADMITTED, LIVE
+from dynajax.scheduler import Ran, Scheduler
+from dynajax.staging import Plain
+from dynajax.transfer import Transfer, fill_pool
+from hostcompute import NumpyPool
+from tests.test_transfer import UNITS, assert_filled, pool_for, store_of
+
+COSTS = Costs(t0_s=1e-6, t_gather_s=1e-6, t_trans_s=1e-6, t_gpu_s=1e-6, t_cpu_s=1e-6, t_sync_s=1e-6)
+LAYERS, FFN, UNIT_BYTES = 3, 12, 100
+ROW, NOTHING = np.ones(1, np.bool_), np.zeros(0, np.int32)
+SOON = 20.0  # seconds that no test should ever need
+
+
+def plan_of(units=(), slots=(), theta=128) -> LayerPlan:
+    ids = np.array(units, np.int32), np.array(slots, np.int32)
+    return LayerPlan(*ids, np.uint8(theta), np.uint8(theta - 1), np.uint8(theta + 1), 0, 0)
+
+
+class Planner:
+    """Writes down what it is asked, plans what it is told, and waits, fails or hangs on demand."""
+
+    def __init__(self):
+        self.events, self.plans, self.fault = [], {}, None
+        self.gate = threading.Event()  # closed: the thread stands in `plan` of layer 0
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def plan(self, layer, scores, window_units, costs):
+        if layer == 0:
+            self.entered.set()
+            assert self.gate.wait(SOON)
+        if self.fault is not None:
+            raise self.fault
+        self.events.append(("plan", layer, None if scores is None else scores.tolist()))
+        return self.plans.get(layer, plan_of())
+
+    def applied(self, layer, plan):
+        self.events.append(("applied", layer, plan.units.tolist()))
+
+    def observe(self, layer, live):
+        self.events.append(("observe", layer, np.flatnonzero(live).tolist()))
+
+    def start_sequence(self, counts, tokens):
+        self.events.append(("start", counts, tokens))
+
+
+class Mover:
+    """A transfer that moves nothing."""
+
+    count = 8
+
+    def __init__(self, events):
+        self.events, self.closed, self.fault = events, 0, None
+
+    def load(self, layer, units):
+        if self.fault is not None:
+            raise self.fault
+        self.events.append(("load", layer, units.tolist()))
+        return SimpleNamespace(gather_s=2e-3 * len(units), transfer_s=3e-3 * len(units) + 1e-6)
+
+    def apply(self, layer, block, units, slots):
+        self.events.append(("apply", units.tolist(), slots.tolist()))
+
+    def close(self):
+        self.closed += 1
+
+
+class Made:
+    """A scheduler of fakes."""
+
+    def __init__(self, **options):
+        self.planner, self.told = Planner(), []
+        self.transfer, self.estimator = Mover(self.planner.events), CostEstimator(COSTS)
+        fixed = {"layers": LAYERS, "units": FFN, "unit_bytes": UNIT_BYTES, "live_mark": LIVE}
+        fixed["on_ran"] = lambda ran, marks: self.told.append((ran, marks))
+        self.scheduler = Scheduler(self.planner, self.transfer, self.estimator, **fixed | options)
+
+    def stop_at_the_gate(self) -> None:
+        """From now on the thread stands, at the head of a plan for layer 0."""
+        self.planner.gate.clear()
+        self.planner.entered.clear()
+        self.scheduler.request(0, None, ROW)
+        assert self.planner.entered.wait(SOON)
+
+    @property
+    def names(self) -> list:
+        return [event[:2] for event in self.planner.events]
+
+
+@pytest.fixture
+def make():
+    """make(**options) -> Made, closed at the end."""
+    made = []
+
+    def one(**options) -> Made:
+        made.append(Made(**options))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.planner.gate.set()
+        each.scheduler.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "dynajax-scheduler"]
+
+
+def ran(layer, **changes) -> Ran:
+    base = {"layer": layer, "rows": ROW, "bucket": NOTHING, "marks": None, "cold_units": NOTHING}
+    return Ran(**base | {"cold_live": np.zeros((1, 0), np.uint8)} | changes)
+
+
+# --- order ---
+
+
+def test_tasks_are_done_in_the_order_in_which_they_were_given(make):
+    made = make()
+    scheduler = made.scheduler
+    made.stop_at_the_gate()
+    scheduler.request(1, None, ROW)
+    scheduler.ran(ran(0))
+    scheduler.request(2, None, ROW)
+    scheduler.ran(ran(2))
+    scheduler.ran(ran(1))
+    made.planner.gate.set()
+    scheduler.settle()
+    assert made.names == [("plan", 0), ("plan", 1), ("observe", 0), ("plan", 2), ("observe", 2), ("observe", 1)]
+    assert [told.layer for told, _ in made.told] == [0, 2, 1]
+    assert scheduler.moves.plans.tolist() == [1, 1, 1] and (scheduler.moves.plan_s > 0).all()
+
+
+def test_an_answer_is_a_plan_that_was_carried_out(make):
+    made = make()
+    made.planner.plans[1] = plan_of([4, 5], [0, 2])
+    made.scheduler.request(1, None, ROW)
+    plan = made.scheduler.wait(1, None)
+    assert plan is made.planner.plans[1] is made.scheduler.last[1]
+    assert made.planner.events == [
+        ("plan", 1, None),
+        ("load", 1, [4, 5]),
+        ("apply", [4, 5], [0, 2]),
+        ("applied", 1, [4, 5]),
+    ]
+    assert made.scheduler.wait(1, 0.0) is plan  # it stays the answer until somebody asks anew
+
+
+def test_scores_are_those_of_the_rows_that_count(make):
+    made = make()
+    scores = jnp.arange(3 * FFN, dtype=jnp.uint8).reshape(3, FFN)
+    made.scheduler.request(1, scores, np.array([True, False, True]))
+    made.scheduler.wait(1, None)
+    assert made.planner.events == [("plan", 1, [list(range(FFN)), list(range(2 * FFN, 3 * FFN))])]
+
+
+# --- late plans, and many requests ---
+
+
+def test_a_late_plan_is_counted_and_not_applied_as_thresholds(make):
+    made = make()
+    made.stop_at_the_gate()
+    begin = time.perf_counter()
+    assert made.scheduler.wait(0, 0.02) is None and made.scheduler.wait(0, 0.0) is None
+    assert 0.02 <= time.perf_counter() - begin < SOON / 2
+    assert made.scheduler.moves.late.tolist() == [2, 0, 0]
+    made.planner.gate.set()
+    assert made.scheduler.wait(0, None).theta == 128  # who asks later gets it, and nothing is counted
+    assert made.scheduler.moves.late.tolist() == [2, 0, 0]
+    made.scheduler.reset()
+    assert made.scheduler.moves.late.tolist() == made.scheduler.moves.plans.tolist() == [0, 0, 0]
+
+
+def test_an_old_plan_is_no_answer_to_a_new_request(make):
+    made = make()
+    made.scheduler.request(0, None, ROW)
+    assert made.scheduler.wait(0, None) is not None
+    made.stop_at_the_gate()
+    assert made.scheduler.wait(0, 0.0) is None
+    assert made.scheduler.moves.late.tolist() == [1, 0, 0]
+
+
+def test_what_was_never_asked_for_is_not_late(make):
+    made = make()
+    assert made.scheduler.wait(1, None) is None and made.scheduler.wait(1, 0.0) is None
+    assert made.scheduler.moves.late.tolist() == [0, 0, 0]
+
+
+def request_thrice(made: Made) -> list:
+    """Three requests for layer 1 while the thread stands -> what was planned for it."""
+    made.stop_at_the_gate()
+    for score in (1, 2, 3):
+        made.scheduler.request(1, np.full((1, FFN), score, np.uint8), ROW)
+    made.planner.gate.set()
+    assert made.scheduler.wait(1, None) is not None
+    made.scheduler.settle()
+    return [event[2][0][0] for event in made.planner.events if event[:2] == ("plan", 1)]
+
+
+def test_the_newest_request_wins(make):
+    made = make()
+    assert request_thrice(made) == [3]
+    assert made.scheduler.moves.plans.tolist() == [1, 1, 0]
+
+
+def test_with_fixed_costs_every_request_is_planned(make):
+    """Which ones are skipped depends on time; two runs have to decide alike."""
+    assert request_thrice(make(fixed_costs=True)) == [1, 2, 3]
+
+
+def test_a_new_sequence_forgets_what_was_asked(make):
+    made = make()
+    made.scheduler.request(1, None, ROW)
+    made.scheduler.start_sequence(None, 5)
+    assert made.names == [("plan", 1), ("start", None)]
+    assert made.scheduler.wait(1, None) is None
+    made.scheduler.request(1, None, ROW)
+    assert made.scheduler.wait(1, None) is not None
+
+
+# --- what the planner learns ---
+
+
+def test_live_is_what_some_counting_row_found_on_either_side(make):
+    made = make()
+    marks = np.array([[LIVE | ADMITTED, ADMITTED, 0], [LIVE, LIVE, LIVE], [0, 0, LIVE]], np.uint8)
+    rows, bucket = np.array([True, False, True]), np.array([7, 3, 9], np.int32)
+    cold = {"cold_units": np.array([0, 1, 11], np.int32), "cold_live": np.array([[1, 0, 0], [1, 0, 1]], np.uint8)}
+    made.scheduler.ran(ran(1, rows=rows, bucket=bucket, marks=jnp.asarray(marks), **cold))
+    made.scheduler.settle()
+    assert made.planner.events == [("observe", 1, [0, 7, 9, 11])]
+    [(told, seen)] = made.told
+    assert told.layer == 1
+    np.testing.assert_array_equal(seen, marks[rows])
+
+
+def test_without_zeros_live_is_what_was_computed(make):
+    made = make(live_mark=ADMITTED)
+    marks = jnp.asarray([[LIVE | ADMITTED, LIVE, ADMITTED]], jnp.uint8)
+    made.scheduler.ran(ran(0, bucket=np.array([5, 6, 7], np.int32), marks=marks))
+    made.scheduler.settle()
+    assert made.planner.events == [("observe", 0, [5, 7])]
+
+
+def test_costs_are_learned(make):
+    made = make()
+    made.planner.plans[1] = plan_of([4, 5, 6, 7], [0, 1, 2, 3])
+    for _ in range(3):
+        made.scheduler.request(1, None, ROW)
+        made.scheduler.wait(1, None)
+        made.scheduler.learn("t_cpu_s", 10, 0.5)
+    made.scheduler.settle()
+    costs = made.scheduler.costs()
+    assert (costs.t_gather_s, costs.t_trans_s, costs.t_cpu_s) == pytest.approx((2e-3, 3e-3, 0.05))
+    assert (costs.t0_s, costs.t_gpu_s) == (COSTS.t0_s, COSTS.t_gpu_s)
+
+
+def test_fixed_costs_are_never_learned(make):
+    made = make(fixed_costs=True)
+    made.planner.plans[1] = plan_of([4, 5, 6, 7], [0, 1, 2, 3])
+    made.scheduler.request(1, None, ROW)
+    made.scheduler.wait(1, None)
+    made.scheduler.learn("t_cpu_s", 10, 0.5)
+    made.scheduler.settle()
+    assert made.scheduler.costs() == COSTS
+
+
+# --- pieces ---
+
+
+def test_a_large_plan_goes_in_pieces_of_rungs(make):
+    spans = []
+    made = make(span=lambda *span: spans.append(span))
+    units, slots = np.arange(100, 127), np.arange(27)[::-1]
+    made.planner.plans[2] = plan_of(units, slots)
+    made.scheduler.request(2, None, ROW)
+    made.scheduler.wait(2, None)
+    _, *middle, last = made.planner.events
+    loads, applies = middle[::2], middle[1::2]
+    assert [len(event[2]) for event in loads] == [8, 8, 8, 2, 1]
+    assert sum((event[2] for event in loads), []) == units.tolist() == sum((event[1] for event in applies), [])
+    assert sum((event[2] for event in applies), []) == slots.tolist()
+    assert last == ("applied", 2, units.tolist())  # once, when all of it is there
+    assert made.scheduler.moves.migrated.tolist() == [0, 0, 27]
+    assert made.scheduler.moves.migrated_bytes.tolist() == [0, 0, 27 * UNIT_BYTES]
+    assert [(lane, name) for lane, name, *_ in spans] == 5 * [("copy", "gather 2"), ("copy", "transfer 2")]
+    assert all(begin <= end for *_, begin, end in spans)
+
+
+def test_pieces_arrive_in_the_pool():
+    """The real planner, transfer and pool: plans of five swaps, two units at a time."""
+    store = store_of(LAYERS)
+    pool, programs = pool_for((10,) * LAYERS)
+    placement = Placement(tuple(np.arange(10, dtype=np.int32) for _ in range(LAYERS)), UNITS)
+    transfer = Transfer(store, pool, programs, NumpyPool(1), 2, Plain(jax.local_devices()[0]))
+    fill_pool(transfer, pool, placement)
+    config = PolicyConfig(swap_rule="paper", window_units=4, keep_share=0.0)
+    planner = NeuronPlanner(placement, np.zeros((LAYERS, UNITS), np.float32), "micro", config)
+    sizes = {"layers": LAYERS, "units": UNITS, "unit_bytes": UNIT_BYTES, "live_mark": LIVE}
+    scheduler = Scheduler(planner, transfer, CostEstimator(COSTS), on_ran=lambda *_: None, **sizes)
+    rng = np.random.default_rng(0)
+    for token in range(30):
+        layer = token % LAYERS
+        scheduler.request(layer, rng.integers(0, 256, (1, UNITS)).astype(np.uint8), ROW)
+        assert len(scheduler.wait(layer, None).units) > 0
+    scheduler.settle()
+    planner.check()
+    pool.check()
+    transfer.drain()
+    assert_filled(pool, store, [planner.bucket(layer) for layer in range(LAYERS)])
+    moved = int(scheduler.moves.migrated.sum())
+    assert moved > 30 and {kind[2] for kind in programs.kinds} == {1, 2}
+    with pytest.raises(AssertionError):
+        assert_filled(pool, store, [np.arange(10)] * LAYERS)
+    scheduler.close()
+
+
+# --- failures ---
+
+CALLS = {
+    "request": lambda scheduler: scheduler.request(1, None, ROW),
+    "wait": lambda scheduler: scheduler.wait(0, 1.0),
+    "ran": lambda scheduler: scheduler.ran(ran(1)),
+    "learn": lambda scheduler: scheduler.learn("t_cpu_s", 1, 1.0),
+    "start_sequence": lambda scheduler: scheduler.start_sequence(None, 0),
+    "settle": lambda scheduler: scheduler.settle(),
+    "keep_up": lambda scheduler: scheduler.keep_up(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_error_is_raised_in_the_next_call(make, call):
+    made = make()
+    made.planner.fault = OSError("the disk is on fire")
+    made.scheduler.request(0, None, ROW)
+    while not made.scheduler.failed:
+        time.sleep(1e-3)
+    for _ in range(2):  # and in every later one
+        with pytest.raises(EngineError, match="the scheduler failed: .*the disk is on fire") as caught:
+            call(made.scheduler)
+        assert caught.value.__cause__ is made.planner.fault
+
+
+def test_our_own_errors_keep_their_type(make):
+    made = make()
+    made.planner.fault = NumericalError("NaN in the scores")
+    made.scheduler.request(0, None, ROW)
+    with pytest.raises(NumericalError, match="^NaN in the scores$") as caught:
+        made.scheduler.wait(0, None)
+    assert caught.value is made.planner.fault
+
+
+@pytest.mark.parametrize("fault", [MemoryError(), ValueError("first line\nsecond line")])
+def test_an_error_is_one_line_with_words(make, fault):
+    made = make()
+    made.planner.fault = fault
+    made.scheduler.request(0, None, ROW)
+    with pytest.raises(EngineError, match="MemoryError|first line") as caught:
+        made.scheduler.wait(0, None)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_move_is_not_reported_as_done(make):
+    made = make()
+    made.planner.plans[1] = plan_of([4], [0])
+    made.transfer.fault = RuntimeError("no link")
+    made.scheduler.request(1, None, ROW)
+    with pytest.raises(EngineError, match="no link"):
+        made.scheduler.wait(1, None)
+    assert made.names == [("plan", 1)] and made.scheduler.moves.migrated.sum() == 0
+
+
+def test_what_a_listener_raises_is_raised_too(make):
+    def fail(told, marks):
+        raise KeyError("books")
+
+    made = make(on_ran=fail)
+    made.scheduler.ran(ran(0))
+    with pytest.raises(EngineError, match="books"):
+        made.scheduler.settle()
+
+
+def test_nothing_is_done_after_an_error(make):
+    made = make()
+    made.stop_at_the_gate()
+    made.scheduler.request(1, None, ROW)
+    made.scheduler.ran(ran(1))
+    made.planner.fault = OSError("gone")
+    made.planner.gate.set()
+    with pytest.raises(EngineError):
+        made.scheduler.wait(1, None)
+    made.scheduler.close()
+    assert made.planner.events == [] and made.told == []
+
+
+def test_a_hang_becomes_an_error(make, monkeypatch):
+    made = make()
+    made.stop_at_the_gate()
+    monkeypatch.setattr(module, "HANG_S", 0.05)
+    for call in (lambda s: s.wait(0, None), lambda s: s.settle(), lambda s: s.start_sequence(None, 0)):
+        with pytest.raises(EngineError, match=r"the scheduler did not answer within 0\.05 s"):
+            call(made.scheduler)
+    assert made.scheduler.wait(0, 0.0) is None  # who has a deadline goes on ...
+    made.scheduler.keep_up()
+    for _ in range(5 * LAYERS):
+        made.scheduler.ran(ran(0))
+    with pytest.raises(EngineError, match="did not answer"):  # ... until too much waits
+        made.scheduler.keep_up()
+
+
+def test_slow_is_not_hung(make, monkeypatch):
+    made = make(on_ran=lambda *_: time.sleep(0.03))
+    monkeypatch.setattr(module, "HANG_S", 0.3)
+    for _ in range(20):
+        made.scheduler.ran(ran(0))
+    made.scheduler.settle()
+    assert len(made.names) == 20
+
+
+# --- the end ---
+
+
+def test_close_ends_the_thread_and_drops_what_waits(make):
+    made = make()
+    made.stop_at_the_gate()
+    for layer in range(LAYERS):
+        made.scheduler.request(layer, None, ROW)
+        made.scheduler.ran(ran(layer))
+    threading.Timer(0.05, made.planner.gate.set).start()
+    made.scheduler.close()
+    assert made.names == [("plan", 0)] and made.told == []  # the one that ran came to its end
+    assert made.transfer.closed == 1
+    for call in CALLS.values():
+        with pytest.raises(EngineError, match="^the scheduler is closed$"):
+            call(made.scheduler)
+
+
+def test_close_keeps_the_first_error(make):
+    made = make()
+    made.planner.fault = OSError("the disk is on fire")
+    made.scheduler.request(0, None, ROW)
+    made.scheduler.close()
+    with pytest.raises(EngineError, match="on fire|closed"):
+        made.scheduler.settle()
+
+
+def test_close_does_not_wait_for_a_thread_that_hangs(make):
+    made = make()
+    made.stop_at_the_gate()
+    begin = time.perf_counter()
+    made.scheduler.close(0.05)
+    assert time.perf_counter() - begin < SOON / 2
+    assert made.transfer.closed == 0  # the thread may still be using it
+    made.planner.gate.set()
