@@ -178,7 +178,8 @@ class Scheduler:
         if self._error is not None:
             if isinstance(self._error, DynajaxError):
                 raise self._error
-            raise EngineError(f"the scheduler failed: {self._error}") from self._error
+            words = str(self._error).strip().splitlines() or [type(self._error).__name__]
+            raise EngineError(f"the scheduler failed: {words[0]}") from self._error
 
     # --- the scheduler's own thread ---
 

@@ -84,6 +84,8 @@ TABLE = {
     "cli.fetch": row("fetch config", "typer"),
     "cli.training": row("training config", "typer"),
     "collecting": row("checkpoint config engine text hostcompute.reference predictors.calibration", "numpy"),
+    "evaluating": row("config engine", "numpy"),
+    "cli.evaluate": row("collecting evaluating checkpoint config model_folder", "typer"),
     "cli.collecting": row("collecting checkpoint config model_folder", "typer numpy"),
     "predictor_training": row("collecting checkpoint config engine text predictors", "jax numpy orbax matplotlib"),
     "cli.predictors": row("predictor_training collecting checkpoint config model_folder", "typer"),

@@ -9,6 +9,7 @@ import typer
 import dynajax
 from dynajax.cli.collecting import collect_stats
 from dynajax.cli.convert import convert
+from dynajax.cli.evaluate import evaluate
 from dynajax.cli.fetch import fetch_model
 from dynajax.cli.generate import generate
 from dynajax.cli.options import flat
@@ -23,6 +24,7 @@ VERBS = {
     "verify": verify,
     "collect-stats": collect_stats,
     "train-predictors": train_predictors,
+    "evaluate": evaluate,
     "convert": convert,
     "fetch-model": fetch_model,
     "build-corpus": build_corpus,

@@ -173,6 +173,8 @@ class Engine:
             "staging": None if parts.plans is None else parts.plans.staging_name,
             "host_mode": parts.prepared.host_mode,
             "memory": parts.memory_figures(),
+            "host_bytes_read": parts.cold.counters.bytes_read,
+            "units_per_layer": parts.prepared.spec.ffn,
             "pool_slots": list(parts.pool.slots),
             "programs": parts.prepared.programs.count,
             "program_kinds": [list(kind) for kind in parts.prepared.programs.kinds],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import jax
@@ -78,11 +78,15 @@ class Masked:
     computed: npt.NDArray[np.int64]
     live: npt.NDArray[np.int64]  # of those tokens that were looked at exactly
     found: npt.NDArray[np.int64]  # live and computed
-    seen_tokens: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    seen_tokens: npt.NDArray[np.int64]
 
     @classmethod
     def empty(cls, layers: int) -> Masked:
         return cls(0, *(np.zeros(layers, np.int64) for _ in range(4)))
+
+    def plus(self, other: Masked) -> Masked:
+        """The sums of both."""
+        return Masked(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Masked)))
 
 
 class MaskedPrompt:
