@@ -31,6 +31,8 @@ LIMITS_S = {  # in the order in which they run: what the others rest on first, t
     "readability": 60,
     "tokens": 240,
     "step": 120,
+    "staging": 60,
+    "plans": 240,
     "budget": 300,
 }
 DEVICE_FACTS = ("python", "jax", "platform", "device", "bytes_limit")

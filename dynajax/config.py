@@ -245,7 +245,7 @@ class PolicyConfig:
     window_s: float | None = None  # transfer time of a layer; None: the compute time of `lead` layers
     window_units: int | None = None  # at most so many swaps a layer
     keep_share: float = 0.1  # of the slots, which hold the residents of highest f and are not given up
-    theta: float = 0.5  # probability from which a neuron counts as live
+    theta: float = 0.2  # probability from which a neuron counts as live
     density: float | None = None  # instead of theta: the share of neurons that counts as live
     err_scale: float = 1.0  # activation mass that thresholds may skip, in units of what theta skips
     ranking: Ranking = "score"  # a: the probability itself, or whether it reaches theta

@@ -47,6 +47,16 @@ class Ran:
     truth: Bools | None = None  # [R, F] what was live, computed or not, if somebody looked
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of the model, as far as the scheduler has to know."""
+
+    layers: int
+    units: int  # of a layer
+    unit_bytes: int  # in host memory
+    live_mark: int  # of a slot whose unit counts as live
+
+
 @dataclass(slots=True)
 class Moves:
     """Sums since the last reset, by layer."""
@@ -70,23 +80,22 @@ class Scheduler:
         planner: NeuronPlanner,
         transfer: Transfer,
         costs: CostEstimator,
+        sizes: Sizes,
         *,
-        layers: int,
-        unit_bytes: int,  # in host memory
         fixed_costs: bool = False,  # never learn
-        units: int,  # of a layer
-        live_mark: int,  # of a slot whose unit counts as live
         on_ran: Callable[[Ran, npt.NDArray[np.uint8] | None], None],  # with the marks [R, G]
         span: Span | None = None,
     ):
+        layers = sizes.layers
         self.planner, self.moves = planner, Moves.none(layers)
         self.last: list[LayerPlan | None] = [None] * layers
         self._transfer, self._costs = transfer, costs
-        self._layers, self._unit_bytes, self._fixed = layers, unit_bytes, fixed_costs
-        self._units, self._live_mark, self._on_ran, self._span = units, live_mark, on_ran, span
+        self._layers, self._sizes, self._fixed = layers, sizes, fixed_costs
+        self._on_ran, self._span = on_ran, span
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._news = threading.Condition()
-        self._asked, self._answered = [0] * layers, [0] * layers  # number of the newest request, of the newest answer
+        # By layer the number of the newest request, of the newest answer, and of the answer that was used.
+        self._asked, self._answered, self._used = [0] * layers, [0] * layers, [0] * layers
         self._given = self._done = 0  # tasks
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="dynajax-scheduler", daemon=True)
@@ -101,11 +110,13 @@ class Scheduler:
         self._give(lambda: self._plan(layer, number, scores, rows))
 
     def wait(self, layer: int, deadline_s: float | None) -> LayerPlan | None:
-        """The plan of the newest request, carried out; None if it is late, or was never asked for. deadline_s None: as
+        """The plan of the newest request, carried out; None if it is late, or was never asked for, or
+        was used before. deadline_s None: as
         long as it takes; EngineError if that is forever."""
         number = self._asked[layer]
-        if not number:
+        if number == self._used[layer]:
             return None
+        self._used[layer] = number
         limit = HANG_S if deadline_s is None else deadline_s
         if self._answered[layer] < number:
             with self._news:
@@ -131,7 +142,7 @@ class Scheduler:
         """A prompt was read; see `NeuronPlanner.start_sequence`. What was asked for before is forgotten."""
         self._give(lambda: self.planner.start_sequence(counts, tokens))
         self.settle()
-        self._asked, self._answered = [0] * self._layers, [0] * self._layers
+        self._asked, self._answered, self._used = ([0] * self._layers for _ in range(3))
 
     def settle(self, left: int = 0) -> None:
         """Wait until at most `left` tasks are open. EngineError if nothing moves for long."""
@@ -163,7 +174,7 @@ class Scheduler:
 
     def close(self, wait_s: float = HANG_S) -> None:
         """End the thread; what still waits is dropped. Does not raise: the thread may have failed, or hang."""
-        self._error = self._error or EngineError("the scheduler is closed")
+        self._error = EngineError("the scheduler is closed")  # an earlier one's frames refer to all that is here
         self._queue.put(None)
         self._thread.join(wait_s)
         if not self._thread.is_alive():
@@ -229,7 +240,7 @@ class Scheduler:
     def _account(self, layer: int, count: int, begin: float, block: Block) -> None:
         """What a piece took."""
         self.moves.migrated[layer] += count
-        self.moves.migrated_bytes[layer] += count * self._unit_bytes
+        self.moves.migrated_bytes[layer] += count * self._sizes.unit_bytes
         if not self._fixed:
             self._costs.observe("t_gather_s", count, block.gather_s)
             self._costs.observe("t_trans_s", count, max(0.0, block.transfer_s - self._costs.costs().t0_s))
@@ -241,8 +252,8 @@ class Scheduler:
     def _observe(self, what: Ran) -> None:
         marks = None if what.marks is None else np.asarray(what.marks)[what.rows]
         self._on_ran(what, marks)
-        live = np.zeros(self._units, np.bool_)
+        live = np.zeros(self._sizes.units, np.bool_)
         live[what.cold_units] = what.cold_live.any(axis=0)
         if marks is not None:
-            live[what.bucket] = (marks & self._live_mark).any(axis=0)
+            live[what.bucket] = (marks & self._sizes.live_mark).any(axis=0)
         self.planner.observe(what.layer, live)

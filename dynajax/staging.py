@@ -1,4 +1,4 @@
-"""How a block of host memory gets onto the device: plainly, by way of pinned memory, or from memory that is registered."""
+"""How a block of host memory gets onto the device: plainly, by way of pinned memory, or from registered memory."""
 
 from __future__ import annotations
 

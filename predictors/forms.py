@@ -106,7 +106,7 @@ def form_bytes(shape: Shape, form: Form, dtype_bytes: int = 2) -> int:
 
 
 def param_shapes(shape: Shape, form: Form, dtype: str = "float16") -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (dimensions, type)} of one layer's parameters as `scoring.scores` takes them; trained matrices in `dtype`."""
+    """{name: (dimensions, type)} of one layer's parameters for `scoring.scores`; trained matrices in `dtype`."""
     hidden, ffn, groups = shape.hidden, shape.ffn, -(-shape.hidden // GROUP)
     if form.kind == "mlp":
         return {"fc1": ((form.rank, hidden), dtype), "fc2": ((ffn, form.rank), dtype)}

@@ -2,8 +2,8 @@
 
 A score z estimates the gate's product g with an error of standard deviation s, so that P(g > t | z) = Phi((z - t) / s),
 and Phi(x) is close to sigmoid(1.702 x). With h = norm(x), whose elements have the norm's weights as their sizes,
-s**2 = sum over d of (w_d - copy_d)**2 * norm_d**2 for the rounding, and for a lead 2 (1 - c) * sum of w_d**2 * norm_d**2,
-c the cosine between what the layer will read and what is taken for it.
+s**2 = sum over d of (w_d - copy_d)**2 * norm_d**2 for the rounding, and for a lead 2 (1 - c) * sum of
+w_d**2 * norm_d**2, c the cosine between what the layer will read and what is taken for it.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_no_predictor_is_called_none(value):
         EngineConfig(predictor=value)
 
 
-@pytest.mark.parametrize("knobs", [{"lam": 2, "window_units": None}, ["lam=2", "window_units=none"], ("lam=1", "lam=2")])
+@pytest.mark.parametrize("knobs", [{"lam": 2, "lead": 1}, ["lam=2", "window_units=none"], ("lam=1", "lam=2")])
 def test_constants_of_the_policy_as_a_mapping_or_as_text(knobs):
     assert EngineConfig(set=knobs).knobs == PolicyConfig(lam=2)
 

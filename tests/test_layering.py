@@ -35,7 +35,9 @@ def row(ours: str = "", third: str = "", never: frozenset[str] = frozenset()) ->
     return Row(ours=frozenset(ours.split()), third=frozenset(third.split()), never=never)
 
 
-RUN_TIME = "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer profile memory programs text"
+RUN_TIME = (
+    "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer profile memory programs text"
+)
 ENGINE = f"config plan sampling trace scheduler predictors model_folder chat {RUN_TIME}"
 JAX_STACK = "jax flax numpy ml_dtypes"
 

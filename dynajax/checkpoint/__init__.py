@@ -3,13 +3,14 @@
 from dynajax.checkpoint.files import Checkpoint
 from dynajax.checkpoint.names import resolve_model
 from dynajax.checkpoint.spec import read_spec
-from dynajax.checkpoint.stats import STATS_NAME, read_contributions, read_stats, stats_path, write_stats
+from dynajax.checkpoint.stats import STATS_NAME, Statistics, read_contributions, read_stats, stats_path, write_stats
 
 __all__ = [
     "STATS_NAME",
     "Checkpoint",
-    "read_spec",
+    "Statistics",
     "read_contributions",
+    "read_spec",
     "read_stats",
     "resolve_model",
     "stats_path",

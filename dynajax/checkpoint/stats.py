@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,15 @@ from dynajax.checkpoint.drafts import draft_file
 from dynajax.checkpoint.wording import located, plain, quoted
 from dynajax.config import ModelSpec
 from dynajax.errors import MismatchError, StorageError
+
+
+class Statistics(NamedTuple):
+    """What is known of a model's neurons."""
+
+    frequency: npt.NDArray[np.float32]  # [L, F]
+    mass: npt.NDArray[np.float32] | None = None  # [L, F]
+    cosine: npt.NDArray[np.float32] | None = None  # [L, 3]
+
 
 STATS_NAME = "activations.npz"
 VERSION = 1

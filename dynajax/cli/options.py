@@ -86,7 +86,8 @@ class EngineFlags:
     def config(self) -> EngineConfig:
         """The engine's settings; UsageError names the first flag that is out of range."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
-        return EngineConfig(**values | {"set": tuple(self.set or ())})
+        values["set"] = tuple(self.set or ())
+        return EngineConfig(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

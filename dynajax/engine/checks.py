@@ -8,13 +8,10 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from dynajax.bundles import HostStore
 from dynajax.config import ModelSpec
 from dynajax.engine.cold import ColdSide
+from dynajax.engine.loaded import Loaded
 from dynajax.engine.observing import Observer, Seen
-from dynajax.engine.weights import DenseWeights
-from dynajax.pool import DevicePool
-from dynajax.programs import Programs
 from predictors.calibration import top_mask
 
 Bools = npt.NDArray[np.bool_]
@@ -26,17 +23,10 @@ class LiveCheck:
     Where no activation is zero, live are the units of the largest |value| x |down row|, as many as `density` says.
     """
 
-    def __init__(
-        self,
-        programs: Programs,
-        weights: DenseWeights,
-        pool: DevicePool,
-        cold: ColdSide,  # with counters of its own
-        store: HostStore,
-        density: float | None,
-    ):
-        self._parts, self._store, self._density = (programs, weights, pool, cold), store, density
-        self._hidden = programs.shapes.spec.hidden
+    def __init__(self, loaded: Loaded, aside: ColdSide, density: float | None):  # aside: with counters of its own
+        self._parts = (loaded.programs, loaded.weights, loaded.pool, aside)
+        self._store, self._density = loaded.store, density
+        self._hidden = loaded.programs.shapes.spec.hidden
         self._norms: dict[int, npt.NDArray[np.float32]] = {}
         self._live: Bools | None = None
         self._observer = self.observer(self._take)

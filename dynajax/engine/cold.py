@@ -83,7 +83,8 @@ class ColdSide:
         layer: int,
         h: npt.NDArray[np.float32],  # [T, W]
         live: npt.NDArray[np.uint8] | None = None,  # [T, C], filled if given: which units were live
-        values: npt.NDArray[np.float32] | None = None,  # [T, C], filled if given: what the down rows are multiplied with
+        values: npt.NDArray[np.float32]
+        | None = None,  # [T, C], filled if given: what the down rows are multiplied with
     ) -> npt.NDArray[np.float32]:
         """y_cold [T, W] of all units on the host, a fresh array: jax may still be reading the last one."""
         return self.run_chosen(layer, h, self.units(layer), live=live, values=values)

@@ -18,10 +18,10 @@ from dynajax.config import EngineConfig
 from dynajax.engine.continuation import Continuation
 from dynajax.engine.failures import translated_errors
 from dynajax.engine.figures import layers_of
+from dynajax.engine.masked import Source
 from dynajax.engine.observing import Observe, Observer, Seen
 from dynajax.engine.opening import Parts, open_parts
 from dynajax.engine.report import Phases, make_results
-from dynajax.engine.masked import Source
 from dynajax.engine.result import Event, Result
 from dynajax.engine.scoring import Scored, check_room, score
 from dynajax.engine.turn import Turn
@@ -170,7 +170,7 @@ class Engine:
             "sparsity": parts.prepared.strategy.sparsity,
             "policy": parts.policy,
             "predictor": parts.prepared.prediction.kind,
-            "staging": None if parts.plans is None else parts.plans.staging_name,
+            "staging": None if parts.plans is None else parts.plans.staging,
             "host_mode": parts.prepared.host_mode,
             "memory": parts.memory_figures(),
             "host_bytes_read": parts.cold.counters.bytes_read,

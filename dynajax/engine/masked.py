@@ -11,13 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.engine.checks import LiveCheck
-from dynajax.engine.cold import ColdSide
+from dynajax.engine.loaded import Loaded
 from dynajax.engine.prediction import Place, Predictors
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece, Rows
-from dynajax.engine.threads import ThreadsRunner
-from dynajax.pool import DevicePool
-from dynajax.programs import Programs
 from dynajax.programs.bodies import ADMITTED
 
 Scores = npt.NDArray[np.uint8]
@@ -92,10 +89,10 @@ class Masked:
 class MaskedPrompt:
     """Carries prompts through; `counts` sums until it is replaced. check: look at every token exactly, too."""
 
-    def __init__(self, programs: Programs, pool: DevicePool, cold: ColdSide, layers: ThreadsRunner,
-                 check: LiveCheck | None = None):  # fmt: skip
-        self._programs, self._pool, self._cold, self._layers, self._check = programs, pool, cold, layers, check
-        self.counts = Masked.empty(programs.shapes.spec.layers)
+    def __init__(self, loaded: Loaded, check: LiveCheck | None = None):
+        self._programs, self._pool, self._cold = loaded.programs, loaded.pool, loaded.cold
+        self._layers, self._check = loaded.layers, check
+        self.counts = Masked.empty(loaded.programs.shapes.spec.layers)
 
     def run(
         self, state: DeviceState, row: int, pieces: list[Piece], source: Source, on_part: OnPart, *, whole: bool

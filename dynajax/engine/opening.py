@@ -18,6 +18,7 @@ from dynajax.bundles import HostStore, load_store, one_arena
 from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig
 from dynajax.engine.cold import ColdSide
+from dynajax.engine.loaded import Loaded
 from dynajax.engine.planned import PlannedRunner
 from dynajax.engine.planning import Prepared, load_statistics, prepare
 from dynajax.engine.plans import Plans, make_plans
@@ -49,6 +50,7 @@ class Parts:
     cold: ColdSide
     runner: ThreadsRunner | TokenRunner | PlannedRunner
     layers: ThreadsRunner  # the same, or what the other prefills with
+    loaded: Loaded
     plans: Plans | None  # where decoding goes by plans
     stepper: Stepper
     meter: PeakMeter
@@ -194,19 +196,16 @@ def load_parts(
     skip_zeros = prepared.strategy.sparsity != "dense"
     cold = ColdSide(store, pool, host, spec.activation, skip_zeros=skip_zeros)
     layers = runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
+    machine = Loaded(programs=programs, weights=weights, store=store, pool=pool, host=host, cold=cold, layers=layers)
     plans = None
     if prepared.strategy.planned:
+        fingerprint = checkpoint.fingerprint()
         plans = make_plans(
             prepared,
-            checkpoint.fingerprint(),
-            weights=weights,
-            store=store,
-            pool=pool,
-            host=host,
-            cold=cold,
-            aside=ColdSide(store, pool, host, spec.activation, skip_zeros=skip_zeros),
-            layers=layers,
-            statistics=load_statistics(config.stats, prepared.folder, spec, checkpoint.fingerprint()),
+            machine,
+            ColdSide(store, pool, host, spec.activation, skip_zeros=skip_zeros),
+            load_statistics(config.stats, prepared.folder, spec, fingerprint),
+            fingerprint,
             staging=config.staging,
             deterministic=config.deterministic,
         )
@@ -227,6 +226,7 @@ def load_parts(
         cold=cold,
         runner=runner,
         layers=layers,
+        loaded=machine,
         plans=plans,
         stepper=stepper,
         meter=meter,

@@ -7,6 +7,7 @@ scheduler  plan(i + lead): gather, transfer, update
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,18 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.engine.checks import LiveCheck, PromptCounts
-from dynajax.engine.cold import ColdSide
 from dynajax.engine.ledger import Ledger
+from dynajax.engine.loaded import Loaded
 from dynajax.engine.masked import MaskedPrompt, PredictedScores
 from dynajax.engine.prediction import Place, Predictors
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece
-from dynajax.engine.threads import HotTimer, ThreadsRunner
-from dynajax.engine.weights import DenseWeights
+from dynajax.engine.threads import HotTimer
 from dynajax.plan import LayerPlan
-from dynajax.pool import DevicePool
-from dynajax.programs import Programs, bucket_of
+from dynajax.policy.guard import Guard
+from dynajax.programs import bucket_of
 from dynajax.scheduler import Ran, Scheduler, Span
+
+log = logging.getLogger(__name__)
 
 CHECK_EVERY = 32  # tokens from one exact check of a layer to the next
 PATIENCE = 0.25  # of a layer's time: how long a plan is waited for
@@ -54,28 +56,35 @@ class PlannedRunner:
 
     def __init__(
         self,
-        programs: Programs,
-        weights: DenseWeights,
-        pool: DevicePool,
-        cold: ColdSide,
-        layers: ThreadsRunner,
+        loaded: Loaded,
         predictors: Predictors | None,
         ledger: Ledger,
         check: LiveCheck,
         wishes: Wishes,
         span: Span | None = None,
     ):
-        self._programs, self._weights, self._pool, self._cold = programs, weights, pool, cold
-        self.layers, self.predictors, self.ledger, self._check, self.wishes = layers, predictors, ledger, check, wishes
+        self._loaded, self._programs, self._weights = loaded, loaded.programs, loaded.weights
+        self._pool, self._cold, self.layers = loaded.pool, loaded.cold, loaded.layers
+        self.predictors, self.ledger, self._check, self.wishes = predictors, ledger, check, wishes
         self.scheduler: Scheduler | None = None  # set before anything runs
-        self.gave_up = False  # dynamic placement, where it lost to static
+        self.guard: Guard | None = None  # set where dynamic placement is on trial
         self._span = span
-        shapes = programs.shapes
+        shapes = loaded.programs.shapes
         self._zeros = np.zeros((shapes.batch, shapes.spec.unit_width), np.float32)
         self._all = np.zeros((shapes.batch, shapes.spec.ffn), np.uint8)  # scores of which every one reaches 0
         self._scores: dict[Place, jax.Array] = {}
         self._prompt = PromptCounts(shapes.spec)
         self._timer, self._token, self._layer_s = HotTimer(), 0, 0.0
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether dynamic placement lost to static on this machine."""
+        return self.guard is not None and self.guard.pays is False
+
+    @property
+    def _moving(self) -> bool:
+        """Whether plans are asked for in this token."""
+        return self.wishes.moves and (self.guard is None or self.guard.moving)
 
     # --- the stepper's side ---
 
@@ -83,7 +92,7 @@ class PlannedRunner:
         """Prefill of one row; see `Runner`. Which neurons are live in it seeds the frequencies."""
         if self.wishes.skips_prompts:
             assert self.predictors is not None, "nothing can be skipped without scores"
-            masked = MaskedPrompt(self._programs, self._pool, self._cold, self.layers)
+            masked = MaskedPrompt(self._loaded)
             source = PredictedScores(self.predictors, self.wishes.theta)
             masked.run(state, row, pieces, source, on_part, whole=False)
             return
@@ -145,7 +154,7 @@ class PlannedRunner:
 
     def _plan(self, layer: int, active: npt.NDArray[np.bool_]) -> LayerPlan | None:
         """Ask for the plan of the layer that is `lead` ahead, the first ones' for the next token; take this one's."""
-        if not self.wishes.moves:
+        if not self._moving:
             return None
         scheduler, target = self._open_scheduler(), (layer + self.wishes.lead) % len(self._weights.layers)
         scores = self._scores.get((self.wishes.lead, target))
@@ -236,6 +245,11 @@ class PlannedRunner:
         if self._computed:
             scheduler.learn("t_cpu_s", self._computed, cold_s)
         scheduler.keep_up()
+        if self.guard is not None and self.guard.pays is None:
+            self.guard.add(token_s)
+            if self.gave_up:
+                log.warning("moving neurons makes a token %.2f times slower here: from now on they stay where they "
+                            "are (--policy dynamic moves them all the same)", self.guard.slowdown)  # fmt: skip
 
     @contextmanager
     def _counting(self) -> Generator[None]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dynajax import budget
 from dynajax.budget import MemoryPlan
-from dynajax.checkpoint import read_contributions, read_spec, read_stats, stats_path
+from dynajax.checkpoint import Statistics, read_contributions, read_spec, read_stats, stats_path
 from dynajax.checkpoint.generation import GENERATION_NAME, read_generation_config
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
 from dynajax.engine.hosts import Host, make_host, offload_mode
@@ -101,7 +101,8 @@ def prepare(
         pool=placement.resident * unit,
         margin=budget.margin_bytes(layout.budget_bytes, gpu=gpu),
         smallest_budget_bytes=budget.smallest_budget(sum(layout.fixed.values()), gpu=gpu),
-        host=budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"),
+        host=budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident")
+        | plan_host_bytes(strategy, prediction, spec, RING * staged * host_unit),
         units_total=spec.layers * spec.ffn,
         units_resident=placement.resident,
         **layout.fixed,
@@ -142,9 +143,7 @@ class Layout:
     gpu: bool
 
 
-def lay_out(
-    config: EngineConfig, strategy: Strategy, shapes: Shapes, device: jax.Device, progress: Progress
-) -> Layout:
+def lay_out(config: EngineConfig, strategy: Strategy, shapes: Shapes, device: jax.Device, progress: Progress) -> Layout:
     """Resident if the mode is `auto` and every unit fits beside the resident programs; else the offload mode.
 
     Who asks for skipping gets it, wherever the units are.
@@ -223,6 +222,14 @@ def add_plans(
         pool_bytes=budget.pool_budget(total, sum(fixed.values()), gpu=layout.gpu),
     )
     return grown, prediction, staged
+
+
+def plan_host_bytes(strategy: Strategy, prediction: Prediction, spec: ModelSpec, staging: int) -> dict[str, int]:
+    """What plans keep in host memory: staging, and by neuron frequencies, masses, places and the newest scores."""
+    if not strategy.planned:
+        return {}
+    by_neuron = (4 + 4 + 4 + 8 + 4 + 1 + len(prediction.entries) // max(1, spec.layers)) * spec.layers * spec.ffn
+    return {"staging": staging, "statistics": by_neuron}
 
 
 def compiled_for(mode: str, shapes: Shapes, progress: Progress) -> tuple[Host | None, Programs, int]:
@@ -346,15 +353,13 @@ def budget_limit(config: EngineConfig, device: jax.Device) -> int | None:
     return total
 
 
-def load_statistics(
-    stats: str, folder: Path, spec: ModelSpec, fingerprint: str | None
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None]:
-    """frequency [L, F], and where the file has them mass [L, F] and cosine [L, 3]."""
+def load_statistics(stats: str, folder: Path, spec: ModelSpec, fingerprint: str | None) -> Statistics:
+    """All there are."""
     frequency = load_frequency(stats, folder, spec, fingerprint)
     path = stats_path(folder) if stats == "auto" else Path(stats)
     if stats == "none" or not path.exists():
-        return frequency, None, None
-    return frequency, *read_contributions(path, spec)
+        return Statistics(frequency)
+    return Statistics(frequency, *read_contributions(path, spec))
 
 
 def load_frequency(

@@ -1,9 +1,7 @@
-"""What drives a PlannedRunner: predictors, planner, transfer and scheduler, and how they are made anew after a failure."""
+"""What drives a PlannedRunner: planner, transfer and scheduler, and how they are made anew after a failure."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -11,26 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.budget import unit_bytes
-from dynajax.bundles import HostStore
-from dynajax.config import ModelSpec
+from dynajax.checkpoint import Statistics
 from dynajax.engine.checks import LiveCheck
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.ledger import Ledger
+from dynajax.engine.loaded import Loaded
 from dynajax.engine.planned import PlannedRunner, Wishes
 from dynajax.engine.planning import Prepared
 from dynajax.engine.prediction import Predictors, knobs_of, load_predictors, source_of_units
-from dynajax.engine.threads import ThreadsRunner
-from dynajax.engine.weights import DenseWeights
 from dynajax.policy.costs import CostEstimator, Costs
+from dynajax.policy.guard import Guard
 from dynajax.policy.planner import NeuronPlanner
 from dynajax.policy.swaps import swap_ladder
-from dynajax.pool import DevicePool
 from dynajax.programs.bodies import ADMITTED, LIVE
-from dynajax.scheduler import Scheduler, Span
-from dynajax.staging import Staging, open_staging
-from dynajax.transfer import Gatherer, Transfer, fill_pool
-
-log = logging.getLogger(__name__)
+from dynajax.scheduler import Scheduler, Sizes, Span
+from dynajax.staging import open_staging
+from dynajax.transfer import Transfer, fill_pool
+from predictors.gate import GateSource
 
 CLOSE_S = 2.0  # how long a scheduler that may hang is waited for
 # Bytes a second until the machine was measured, and always under --deterministic: those of a recent desktop.
@@ -55,13 +50,9 @@ class Plans:
     """See the head of this file; `make_plans` makes it."""
 
     prepared: Prepared
-    store: HostStore
-    pool: DevicePool
-    host: Gatherer
-    staging: Callable[[], Staging] | None  # None where nothing moves
-    staging_name: str | None
-    frequency: npt.NDArray[np.float32]
-    mass: npt.NDArray[np.float32] | None
+    loaded: Loaded
+    statistics: Statistics
+    staging: str | None  # the way that units are sent; None where nothing moves
     fixed_costs: bool
     runner: PlannedRunner
     check_live: LiveCheck
@@ -69,26 +60,24 @@ class Plans:
 
     def start(self) -> None:
         """A planner that starts from the pool as it was placed, and a thread that drives it."""
-        prepared, spec = self.prepared, self.prepared.spec
+        prepared, spec, loaded = self.prepared, self.prepared.spec, self.loaded
         strategy, host_unit = prepared.strategy, unit_bytes(spec, prepared.host_dtype)
         knobs = knobs_of(strategy.knobs, prepared.prediction)
         costs = first_costs(host_unit, unit_bytes(spec, prepared.programs.shapes.dtype))
-        transfer = Transfer(
-            self.store,
-            self.pool,
-            prepared.programs,
-            self.host,
-            max(1, prepared.staged),
-            None if self.staging is None else self.staging(),
-        )
+        way = None if self.staging is None else open_staging(self.staging, jax.local_devices()[0], probe_block(self))
+        count = max(1, prepared.staged)
+        transfer = Transfer(loaded.store, loaded.pool, loaded.programs, loaded.host, count, way)
+        statistics = self.statistics
         self.runner.scheduler = Scheduler(
-            NeuronPlanner(prepared.placement, self.frequency, strategy.policy, knobs, self.mass),
+            NeuronPlanner(prepared.placement, statistics.frequency, strategy.policy, knobs, statistics.mass),
             transfer,
             CostEstimator(costs, knobs.safety),
-            layers=spec.layers,
-            units=spec.ffn,
-            unit_bytes=host_unit,
-            live_mark=LIVE if spec.activation.has_zeros else ADMITTED,
+            Sizes(
+                layers=spec.layers,
+                units=spec.ffn,
+                unit_bytes=host_unit,
+                live_mark=LIVE if spec.activation.has_zeros else ADMITTED,
+            ),
             fixed_costs=self.fixed_costs,
             on_ran=self.runner.ledger.add,
             span=self.span,
@@ -96,10 +85,11 @@ class Plans:
 
     def restart(self) -> None:
         """After a failure: everything as when the engine was opened, whatever the old thread still does."""
-        self._end()
-        self.pool.clear()
-        transfer = Transfer(self.store, self.pool, self.prepared.programs, self.host, self.prepared.fill_piece)
-        fill_pool(transfer, self.pool, self.prepared.placement)
+        self.close()
+        loaded, prepared = self.loaded, self.prepared
+        loaded.pool.clear()
+        transfer = Transfer(loaded.store, loaded.pool, loaded.programs, loaded.host, prepared.fill_piece)
+        fill_pool(transfer, loaded.pool, prepared.placement)
         self.start()
 
     def check(self) -> None:
@@ -110,14 +100,11 @@ class Plans:
         scheduler.settle()
         scheduler.planner.check()
         for layer in range(self.prepared.spec.layers):
-            mine, theirs = scheduler.planner.bucket(layer), self.pool.bucket(layer)
+            mine, theirs = scheduler.planner.bucket(layer), self.loaded.pool.bucket(layer)
             assert np.array_equal(mine, theirs), f"layer {layer}: planner and pool disagree"
 
     def close(self) -> None:
         """End the thread."""
-        self._end()
-
-    def _end(self) -> None:
         scheduler, self.runner.scheduler = self.runner.scheduler, None
         if scheduler is not None:
             scheduler.close(CLOSE_S)
@@ -125,88 +112,76 @@ class Plans:
 
 def make_plans(
     prepared: Prepared,
+    loaded: Loaded,
+    aside: ColdSide,  # for exact checks
+    statistics: Statistics,
     fingerprint: str,
     *,
-    weights: DenseWeights,
-    store: HostStore,
-    pool: DevicePool,
-    host: Gatherer,
-    cold: ColdSide,
-    aside: ColdSide,  # for exact checks
-    layers: ThreadsRunner,
-    statistics: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None],
     staging: str,
     deterministic: bool,
 ) -> Plans:
-    """Load the predictors, compile every update, and start. statistics: frequency [L, F], mass [L, F], cosine [L, 3]."""
-    spec, programs, strategy = prepared.spec, prepared.programs, prepared.strategy
-    device = jax.local_devices()[0]
-    frequency, mass, cosine = statistics
-    predictors = _load(prepared, fingerprint, weights, store, cosine, device)
+    """Load the predictors, compile every update, and start."""
+    spec, strategy = prepared.spec, prepared.strategy
     knobs = knobs_of(strategy.knobs, prepared.prediction)
     wishes = Wishes(
         skips=strategy.skips,
         theta=np.uint8(np.rint(knobs.theta * 255)),
-        moves=strategy.moves and any(pool.slots),
+        moves=strategy.moves and any(loaded.pool.slots),
         always_waits=deterministic,
         skips_prompts=strategy.skips and knobs.sparse_prefill,
         lead=prepared.prediction.lead if prepared.prediction.entries else min(knobs.lead, spec.layers - 1),
         deadline_s=knobs.deadline_s,
     )
-    ledger = Ledger(spec.layers, skips=strategy.skips)
-    check = LiveCheck(programs, weights, pool, aside, store, prepared.prediction.density)
-    runner = PlannedRunner(programs, weights, pool, cold, layers, predictors, ledger, check, wishes)
-    way = name = None
-    if wishes.moves:
-        block = np.zeros((prepared.staged, *store.arenas[0].shape[1:]), store.dtype)
-        name = open_staging(staging, device, block).name
-        chosen = name
-
-        def way() -> Staging:
-            return open_staging(chosen, device, block)
-
-        for slots in sorted(set(pool.slots) - {0}):
-            for rung in swap_ladder(prepared.staged):
-                programs.get("write", slots, rung, store.dtype.name)
+    check = LiveCheck(loaded, aside, prepared.prediction.density)
+    predictors = _load(prepared, loaded, fingerprint, statistics.cosine)
+    runner = PlannedRunner(loaded, predictors, Ledger(spec.layers, skips=strategy.skips), check, wishes)
+    runner.guard = Guard() if strategy.guarded and wishes.moves else None
     plans = Plans(
         prepared=prepared,
-        store=store,
-        pool=pool,
-        host=host,
-        staging=way,
-        staging_name=name,
-        frequency=frequency,
-        mass=mass,
+        loaded=loaded,
+        statistics=statistics,
+        staging=None,
         fixed_costs=deterministic,
         runner=runner,
         check_live=check,
     )
+    if wishes.moves:
+        plans.staging = open_staging(staging, jax.local_devices()[0], probe_block(plans)).name
+        for slots in sorted(set(loaded.pool.slots) - {0}):
+            for rung in swap_ladder(prepared.staged):
+                loaded.programs.get("write", slots, rung, loaded.store.dtype.name)
     plans.start()
     return plans
 
 
+def probe_block(plans: Plans) -> npt.NDArray:
+    """A block of as many units as are sent at a time."""
+    store = plans.loaded.store
+    return np.zeros((max(1, plans.prepared.staged), *store.arenas[0].shape[1:]), store.dtype)
+
+
 def _load(
-    prepared: Prepared,
-    fingerprint: str,
-    weights: DenseWeights,
-    store: HostStore,
-    cosine: npt.NDArray[np.float32] | None,
-    device: jax.Device,
+    prepared: Prepared, loaded: Loaded, fingerprint: str, cosine: npt.NDArray[np.float32] | None
 ) -> Predictors | None:
-    spec, names = prepared.spec, prepared.programs.leaf_names
+    spec, names, device = prepared.spec, loaded.programs.leaf_names, jax.local_devices()[0]
     if not prepared.prediction.entries:
         return None
 
     def leaf(layer: int, name: str) -> npt.NDArray | None:
-        return np.asarray(weights.layers[layer][names.index(name)]) if name in names else None
+        return np.asarray(loaded.weights.layers[layer][names.index(name)]) if name in names else None
 
-    def source(layer: int):
+    def source(layer: int) -> GateSource:
         norm = "attention_norm" if spec.shared_norm else "ffn_norm"
         weight = leaf(layer, norm)
         assert weight is not None
-        return source_of_units(spec, store.arenas[layer], weight, leaf(layer, f"{norm}_bias"))
+        return source_of_units(spec, loaded.store.arenas[layer], weight, leaf(layer, f"{norm}_bias"))
+
+    def bias(layer: int) -> npt.NDArray | None:
+        """What waits in the stream behind this layer's attention for its FFN, and is none of it."""
+        found = leaf(layer, "down_bias")
+        return None if found is None else found.astype(np.float32) * np.float32(spec.residual_scale)
 
     def send(array: npt.NDArray) -> jax.Array:
         return jax.device_put(array, device).block_until_ready()
 
-    return load_predictors(prepared.prediction, spec, prepared.programs, fingerprint, source, cosine, send)
+    return load_predictors(prepared.prediction, spec, loaded.programs, fingerprint, source, bias, cosine, send)

@@ -101,7 +101,9 @@ def choose(
     held = {(entry.lead, entry.layer): entry for entry in manifest.all_entries()}
     entries = {place: held[place] for place in wanted if place in held}
     if skips and any(all((ahead, i) not in held for ahead in {0, skip_lead, lead}) for i in range(spec.layers)):
-        raise UsageError(f"{trained} has no predictor for some layer and lead {skip_lead}: train them with --lead {lead}")
+        raise UsageError(
+            f"{trained} has no predictor for some layer and lead {skip_lead}: train them with --lead {lead}"
+        )
     if skips:  # what has no predictor of lead 0 goes by that of `lead`
         entries |= {(lead, i): held[lead, i] for i in range(lead, spec.layers) if (0, i) not in held}
     size = _bytes(shape, entries, DTYPES[manifest.dtype].itemsize)
@@ -148,6 +150,7 @@ def load_predictors(
     programs: Programs,
     fingerprint: str | None,
     source_of: Callable[[int], GateSource],
+    bias_of: Callable[[int], npt.NDArray | None],  # a layer's FFN output bias, which its attention leaves in the stream
     cosine: npt.NDArray[np.float32] | None,  # [L, 3] of statistics
     send: Callable[[npt.NDArray], jax.Array],
 ) -> Predictors:
@@ -169,13 +172,17 @@ def load_predictors(
                 lines[place] = calibration(shape, entry.form, lead, source, known)
             arrays = gate_params(shape, entry.form, source, trained=dict(arrays))
         arrays = {name: array for name, array in arrays.items() if name != "histogram"}
+        if entry.form.reads == "stream" and entry.form.is_shifted and (bias := bias_of(layer - lead)) is not None:
+            arrays["shift"] = arrays["shift"] - bias
         params[place] = {name: send(np.asarray(array)) for name, array in arrays.items()}
         programs.forms[prediction.scoring(place).name] = prediction.scoring(place)
     return Predictors(prediction, programs, params, lines)
 
 
-def source_of_units(spec: ModelSpec, units: npt.NDArray, norm: npt.NDArray, norm_bias: npt.NDArray | None) -> GateSource:
-    """A layer's weights as predictors need them, from its units [F, P, 1, W] and the norm that its FFN reads through."""
+def source_of_units(
+    spec: ModelSpec, units: npt.NDArray, norm: npt.NDArray, norm_bias: npt.NDArray | None
+) -> GateSource:
+    """A layer's weights as predictors need them, from its units [F, P, 1, W] and the norm before its FFN."""
     count = Shape.of(spec).matrices
     return GateSource(
         rows=tuple(units[:, part, 0, : spec.hidden] for part in range(count)),

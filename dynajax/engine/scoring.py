@@ -41,7 +41,7 @@ def score(parts: Parts, ids: Sequence[int], source: Source | None, *, check: boo
         y_cold = layers.prompt(stepper.state, 0, pieces, _nobody, whole=True)
     else:
         looker = parts.plans.check_live if check and parts.plans is not None else None
-        masked = MaskedPrompt(parts.prepared.programs, parts.pool, parts.cold, layers, looker)
+        masked = MaskedPrompt(parts.loaded, looker)
         y_cold = masked.run(stepper.state, 0, pieces, source, _nobody, whole=True)
         counts = masked.counts
     return Scored(token_ids=tuple(ids), logprobs=_logprobs(parts, ids, pieces, y_cold), counts=counts)

@@ -22,7 +22,7 @@ OnPart = Callable[[int, int], None]
 class Runner(Protocol):
     """Takes hidden states through all layers; `host_mode` chooses the implementation."""
 
-    def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
+    def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> object:
         """Prefill `state.xs` through every layer for one row. `on_part(done, total)` between its parts may raise."""
 
     def rows(

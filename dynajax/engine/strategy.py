@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from dynajax.config import EngineConfig, ModelSpec, NeuronPolicy, PolicyConfig
 from dynajax.engine.prediction import find_folder
 from dynajax.errors import UsageError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +56,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: st
     """
     trained = find_folder(config.predictor, folder, fingerprint)
     sparsity = _sparsity(config, spec, trained)
-    policy = config.policy
-    if policy == "auto":
+    policy = cast("NeuronPolicy", config.policy)
+    if config.policy == "auto":
         helps = platform != "cpu" and (spec.activation.has_zeros or sparsity == "predicted")
         policy = "dynamic" if helps else "static"
     strategy = Strategy(

@@ -197,3 +197,18 @@ def child_running(parent: int, text: str, limit_s: float = 20) -> str:
                 return pid
         time.sleep(0.02)
     raise AssertionError(f"no child with {text!r}")
+
+
+def test_staging_sends_whole_blocks_every_way_that_works_here():
+    figures = stage("staging")
+    assert all(figures["ways"][name]["whole"] for name in ("plain", "pinned_host"))
+    assert "cannot be used here" in figures["ways"]["registered"]["error"]
+    assert figures["auto"] in ("plain", "pinned_host")
+
+
+def test_plans_run_every_policy_and_move_nothing_in_vain():
+    figures = stage("plans")
+    cases = {(case["policy"], case["sparsity"]): case for case in figures["cases"]}
+    assert cases["static", "exact"]["migrated"] == 0
+    assert all(0 < case["hot_share"] < 1 for case in cases.values())
+    assert len(cases["dynamic", "predicted"]["layers"]) == figures["layers"]

@@ -14,7 +14,7 @@ from dynajax.policy.planner import NeuronPlanner
 
 COSTS = Costs(t0_s=1e-9, t_gather_s=1e-9, t_trans_s=1e-9, t_gpu_s=1e-6, t_cpu_s=4e-6, t_sync_s=1e-6)
 POLICIES = ("dynamic", "macro+micro", "macro", "micro", "static", "lru", "none")
-PAPER = PolicyConfig(lam=1.0, decay=0.97, swap_rule="paper", keep_share=0.0)
+PAPER = PolicyConfig(lam=1.0, decay=0.97, swap_rule="paper", keep_share=0.0, theta=0.5)
 
 
 def planner_of(bucket, frequency, policy="macro+micro", config=PAPER, mass=None):
