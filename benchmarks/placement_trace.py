@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,16 +17,19 @@ from benchmarks.layers import Layers, layers_of
 from dynajax.checkpoint import Checkpoint
 from dynajax.models.decoder import Decoder
 from dynajax.testing import load_decoder
-from predictors.lowbit import dequantise, quantise
+from predictors.calibration import top_mask
+from predictors.forms import Form, Shape
+from predictors.gate import GateSource, gate_params, gate_scores
 
-TOKENS = 256  # a document
-BATCH = 8
+TOKENS = 256  # a document of text
+BATCH_TOKENS = 2048  # in one forward
 PULL = 5.0  # tokens that a neuron's own calibration curve has to outweigh
 NEWTON_STEPS = 10
 
 F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Run = Callable[[npt.NDArray], Layers]
+Predict = Callable[[int, F32], F32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +42,15 @@ class Trace:
     mass: F32  # [L, F] mean |act| x |down row| where live, mean 1 a layer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """What a forward over documents shows; lists over layers."""
+
+    streams: list[F32]  # [docs, T, D]
+    live: list[Bools]  # [docs, T, F]
+    mass: F32  # [L, F] as in a Trace
+
+
 def documents(ids: Mapping[str, npt.NDArray[np.integer]], count: int) -> tuple[npt.NDArray, npt.NDArray]:
     """(test [count, T], other [n, T]): windows of all sources, every second one for the test, spread evenly."""
     windows = [rows[i : i + TOKENS] for rows in ids.values() for i in range(0, len(rows) - TOKENS + 1, TOKENS)]
@@ -46,83 +59,95 @@ def documents(ids: Mapping[str, npt.NDArray[np.integer]], count: int) -> tuple[n
     return np.stack([odd[i] for i in chosen]).astype(np.int32), np.stack(even).astype(np.int32)
 
 
-def record(folder: Path, ids: Mapping[str, npt.NDArray[np.integer]], count: int) -> Trace:
-    """Run the model over both halves; residual, calibration and frequencies come from the other half."""
+def record(folder: Path, test: npt.NDArray, other: npt.NDArray, bits: int, density: float) -> Trace:
+    """Run the model over both; residual, calibration and frequencies come from `other`.
+
+    density: the share of a layer's neurons that counts as live where the activation has no zeros, those with the
+    largest |act| x |down row|. bits: of the gates that predict.
+    """
     model = load_decoder(Checkpoint.open(folder))
-    if model.spec.activation.kind != "relu":
-        raise ValueError(f"live sets are those of relu, the model has {model.spec.activation.kind}")
-    test, other = documents(ids, count)
+    share = None if model.spec.activation.has_zeros else density
+    sources = [source_of(model, layer) for layer in range(model.spec.layers)]
     run = layers_of(model)
-    stream, parts = _stacked(run, other)
-    live = np.stack(parts, axis=2)
-    residual = [np.zeros(stream[0].shape[-1], np.float32)]
-    residual += [(b - a).mean(axis=(0, 1)) for a, b in pairwise(stream)]
-    predict = _one_bit(model, residual)
-    curves = [calibrate(predict(i, stream[i - 1]), live[:, :, i]) for i in range(1, len(stream))]
-    mass = _masses(model, run, other)
-    frequency = live.mean(axis=(0, 1)).astype(np.float32)
-    del stream, parts, live
-    stream, parts = _stacked(run, test)
-    live = np.stack(parts, axis=2)
+    seen = see(run, sources, other, share)
+    residual = [np.zeros(model.spec.hidden, np.float32)]
+    residual += [(b - a).mean(axis=(0, 1)) for a, b in pairwise(seen.streams)]
+    predict = predictor(Shape.of(model.spec), sources, residual, bits)
+    curves = [calibrate(predict(i, seen.streams[i - 1]), seen.live[i]) for i in range(1, model.spec.layers)]
+    frequency = np.stack([part.mean(axis=(0, 1), dtype=np.float32) for part in seen.live])
+    mass, seen = seen.mass, see(run, sources, test, share)
+    live = np.stack(seen.live, axis=2)
     score = np.zeros(live.shape, np.uint8)
     for i, (slope, shift) in enumerate(curves, start=1):
-        score[:, :, i] = np.rint(255 / (1 + np.exp(-(slope * predict(i, stream[i - 1]) + shift))))
+        score[:, :, i] = np.rint(255 / (1 + np.exp(-(slope * predict(i, seen.streams[i - 1]) + shift))))
     return Trace(live, score, frequency, mass)
 
 
-def _stacked(run: Run, ids: npt.NDArray) -> tuple[list[F32], list[Bools]]:
-    """Streams [docs, T, D] and live sets [docs, T, F], lists over layers."""
-    found = [run(ids[i : i + BATCH]) for i in range(0, len(ids), BATCH)]
-    parts = [jax.device_get((layers.streams, layers.live)) for layers in found]
-    streams, live = zip(*parts, strict=True)
-    return (
-        [np.concatenate(layer) for layer in zip(*streams, strict=True)],
-        [np.concatenate(layer) for layer in zip(*live, strict=True)],
+def source_of(model: Decoder, layer: int) -> GateSource:
+    """What predictors need of a layer's weights."""
+    ffn, norm = model.ffn[layer], model.attention[layer].ffn_norm
+    if ffn.gate is None or norm is None:
+        raise ValueError("only gated models with a norm before each FFN can be recorded")
+    rows = [ffn.gate, ffn.up][: Shape.of(model.spec).matrices]
+    return GateSource(
+        rows=tuple(_array(row) for row in rows),
+        norm=_array(norm),
+        down_norm=np.linalg.norm(_array(ffn.down), axis=1),
     )
 
 
-def _masses(model: Decoder, run: Run, ids: npt.NDArray) -> F32:
-    """E |act| x |down row| of a neuron over the tokens where it is live, scaled to mean 1 in each layer."""
-    total, count = 0.0, 0.0
-    for i in range(0, len(ids), BATCH):
-        layers = run(ids[i : i + BATCH])
-        total = total + np.stack([np.abs(values).sum(axis=(0, 1)) for values in layers.values])
-        count = count + np.stack([np.asarray(live).sum(axis=(0, 1)) for live in layers.live])
-    rows = np.stack([np.linalg.norm(_array(ffn.down), axis=1) for ffn in model.ffn])
-    mass = total / np.maximum(count, 1) * rows
-    return (mass / mass.mean(axis=1, keepdims=True)).astype(np.float32)
-
-
-def _array(weight: nnx.Param | None) -> F32:
-    if weight is None:
-        raise ValueError("only gated models with a norm before each FFN can be recorded")
+def _array(weight: nnx.Param) -> F32:
     return np.asarray(weight[...], np.float32)
 
 
-def _one_bit(model: Decoder, residual: list[F32]):
-    """(layer, stream before it [..., D]) -> logits [..., F]: the gate as signs times group means, on h + residual."""
-    spec = model.spec
+def see(run: Run, sources: list[GateSource], ids: npt.NDArray, density: float | None) -> Seen:
+    """Streams, live sets and masses of documents ids [docs, T], a few documents at a time."""
+    rows = [source.down_norm for source in sources]
+    streams, live = ([[] for _ in sources] for _ in range(2))
+    total, count = np.zeros((len(rows), len(rows[0]))), np.zeros((len(rows), len(rows[0])))
+    step = max(1, BATCH_TOKENS // ids.shape[1])
+    for at in range(0, len(ids), step):
+        layers = run(ids[at : at + step])
+        for i, row in enumerate(rows):
+            weight = np.abs(np.asarray(layers.values[i])) * row
+            marks = np.asarray(layers.live[i])
+            if density is not None:
+                marks = top_mask(weight.reshape(-1, len(row)), density).reshape(marks.shape)
+            streams[i].append(np.asarray(layers.streams[i]))
+            live[i].append(marks)
+            total[i] += (weight * marks).sum(axis=(0, 1))
+            count[i] += marks.sum(axis=(0, 1))
+    mass = total / np.maximum(count, 1)
+    mass = (mass / mass.mean(axis=1, keepdims=True)).astype(np.float32)
+    return Seen([np.concatenate(parts) for parts in streams], [np.concatenate(parts) for parts in live], mass)
+
+
+def predictor(shape: Shape, sources: list[GateSource], residual: list[F32], bits: int) -> Predict:
+    """(layer, stream before it [..., D]) -> raw scores [..., F] of its low-bit gate on stream + residual."""
+    form = Form(kind="gate", bits=bits, weighted=shape.activation.kind == "silu").at(1)
+    scores = jax.jit(partial(gate_scores, shape=shape, form=form))
 
     def predict(layer: int, before: F32) -> F32:
-        gate = dequantise(quantise(_array(model.ffn[layer].gate), 1))
-        x = before + residual[layer]
-        x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + spec.norm_eps)
-        x = x * _array(model.attention[layer].ffn_norm)
-        return (x @ gate.T).astype(np.float32)
+        params = gate_params(shape, form, sources[layer], trained={"shift": residual[layer]})
+        found = scores(params, before.reshape(-1, shape.hidden))
+        return np.asarray(found).reshape(*before.shape[:-1], shape.ffn)
 
     return predict
 
 
 def calibrate(z: F32, live: Bools) -> tuple[F32, F32]:
-    """(a, b), each [F], such that sigmoid(a z + b) is how often a neuron with logit z is live (Platt scaling).
+    """(a, b), each [F], such that sigmoid(a z + b) is how often a neuron with score z is live (Platt scaling).
 
     One curve for the layer first, from a share of the sample; then one for each neuron, drawn towards it.
     """
     z, live = z.reshape(-1, z.shape[-1]), live.reshape(-1, live.shape[-1])
+    centre = z.mean()
+    z = z - centre
     some = slice(0, None, 16)
     start = np.array([1 / z.std()]), np.array([-1.0])
     shared = _logistic(z[some].reshape(-1, 1), live[some].reshape(-1, 1), start, 0.0)
-    return _logistic(z, live, shared, PULL)
+    slope, shift = _logistic(z, live, shared, PULL)
+    return slope, shift - slope * centre
 
 
 def _logistic(z: F32, live: Bools, start: tuple[npt.NDArray, npt.NDArray], pull: float) -> tuple[F32, F32]:

@@ -31,6 +31,7 @@ MOST_BACKLOG = 4  # tasks a layer that may wait
 
 Bools = npt.NDArray[np.bool_]
 Span = Callable[[str, str, float, float], None]  # lane, name, begin, end
+OnScores = Callable[[int, npt.NDArray[np.uint8] | None], None]  # layer, scores [R, F] that its plan goes by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,11 +92,13 @@ class Scheduler:
         self.last: list[LayerPlan | None] = [None] * layers
         self._transfer, self._costs = transfer, costs
         self._layers, self._sizes, self._fixed = layers, sizes, fixed_costs
-        self._on_ran, self._span = on_ran, span
+        self._on_ran = on_ran
+        self.span = span
+        self.on_scores: OnScores | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._news = threading.Condition()
         # By layer the number of the newest request, of the newest answer, and of the answer that was used.
-        self._asked, self._answered, self._used = [0] * layers, [0] * layers, [0] * layers
+        self._asked, self._answered, self._used = ([0] * layers for _ in range(3))
         self._given = self._done = 0  # tasks
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="dynajax-scheduler", daemon=True)
@@ -132,6 +135,10 @@ class Scheduler:
     def ran(self, what: Ran) -> None:
         """A layer has run."""
         self._give(lambda: self._observe(what))
+
+    def note(self, task: Callable[[], None]) -> None:
+        """Run something between what was asked for before and after it, in the same thread."""
+        self._give(task)
 
     def learn(self, name: CostName, quantity: float, seconds: float) -> None:
         """The main thread measured a cost."""
@@ -213,6 +220,8 @@ class Scheduler:
         if number < self._asked[layer] and not self._fixed:  # a newer one waits: nobody needs this one
             return
         known = None if scores is None else np.asarray(scores)[rows]
+        if self.on_scores is not None:
+            self.on_scores(layer, known)
         begin = time.perf_counter()
         plan = self.planner.plan(layer, known, None, self._costs.costs())
         planned = time.perf_counter()
@@ -244,10 +253,10 @@ class Scheduler:
         if not self._fixed:
             self._costs.observe("t_gather_s", count, block.gather_s)
             self._costs.observe("t_trans_s", count, max(0.0, block.transfer_s - self._costs.costs().t0_s))
-        if self._span is not None:
+        if self.span is not None:
             sent = begin + block.gather_s
-            self._span("copy", f"gather {layer}", begin, sent)
-            self._span("copy", f"transfer {layer}", sent, sent + block.transfer_s)
+            self.span("copy", f"gather {layer}", begin, sent)
+            self.span("copy", f"transfer {layer}", sent, sent + block.transfer_s)
 
     def _observe(self, what: Ran) -> None:
         marks = None if what.marks is None else np.asarray(what.marks)[what.rows]

@@ -38,7 +38,7 @@ def row(ours: str = "", third: str = "", never: frozenset[str] = frozenset()) ->
 RUN_TIME = (
     "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer profile memory programs text"
 )
-ENGINE = f"config plan sampling trace scheduler predictors model_folder chat {RUN_TIME}"
+ENGINE = f"config plan sampling trace timeline scheduler predictors model_folder chat {RUN_TIME}"
 JAX_STACK = "jax flax numpy ml_dtypes"
 
 # Everybody but `hostcompute` may import `errors`; every unit may import itself.
@@ -50,7 +50,8 @@ TABLE = {
     "policy": row("config plan", "numpy scipy", never=CLOCKS_AND_CHANCE | {"logging"}),
     "budget": row("config", "numpy"),
     "quant": row("config", "numpy ml_dtypes"),
-    "trace": row("policy plan config budget", "numpy"),
+    "trace": row("policy plan config budget checkpoint", "numpy"),
+    "timeline": row("checkpoint"),
     "sim": row("policy plan config budget trace", "numpy"),
     "sampling": row("config", "numpy"),
     "ops": row("config quant hostcompute.ffi", "jax numpy"),  # config: the Activation record only
@@ -79,10 +80,11 @@ TABLE = {
     "testing.families": row("", "numpy ml_dtypes safetensors"),  # shares nothing with what it is to test
     "training": row("config models ops checkpoint", f"{JAX_STACK} optax orbax safetensors tokenizers"),
     "cli": row(
-        "dynajax engine sampling sim plan trace predictors config budget checkpoint convert model_folder profile "
-        "memory text chat",
+        "dynajax engine sampling sim plan trace timeline predictors config budget checkpoint convert model_folder "
+        "profile memory text chat",
         "typer rich numpy",
     ),
+    "cli.residency": row("trace checkpoint", "typer numpy matplotlib"),
     "cli.fetch": row("fetch config", "typer"),
     "cli.training": row("training config", "typer"),
     "collecting": row("checkpoint config engine text hostcompute.reference predictors.calibration", "numpy"),

@@ -38,6 +38,17 @@ def draft_file(path: Path, needed_bytes: int) -> Generator[BinaryIO, None, None]
         raise StorageError(f"cannot write {located(path)} ({needed_bytes} bytes): {reason}") from error
 
 
+def refuse_unwritable(path: Path) -> None:
+    """StorageError, before hours of work, if `draft_file` could not write there."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise StorageError(f"cannot write {located(path)}: there is no folder {located(folder)}")
+    if path.is_dir():
+        raise StorageError(f"cannot write {located(path)}: it is a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"cannot write {located(path)}: the folder cannot be written")
+
+
 @contextmanager
 def draft_of(target: Path, needed_bytes: int) -> Generator[Path, None, None]:
     """An empty folder `.NAME.partial` beside `target`: becomes `target` if the block ends well, else is removed.

@@ -18,6 +18,7 @@ from dynajax.cli.plan import budget_rows
 from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
+    from dynajax import Engine
     from dynajax.budget import MemoryPlan
     from dynajax.sampling import SamplingParams
 
@@ -71,9 +72,28 @@ class SamplingFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowFlags(OutputFlags):
-    """OutputFlags for a text that can be shown as it comes. With `json` nothing else goes to stdout."""
+    """OutputFlags for a text that can be shown as it comes, and for files that tell how it was made."""
 
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Show the text in one piece at the end.")] = False
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Write what ran when, as a Chrome trace for ui.perfetto.dev."),
+    ] = None
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npz",
+            help="Write which neurons were live, and which on the device, in every token; slower, in predicted mode "
+            "above all. With --set record_scores=true also what was predicted.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for path in (self.timeline, self.record):
+            if path is not None:
+                from dynajax.checkpoint.drafts import refuse_unwritable
+
+                refuse_unwritable(path)
 
 
 def generate(
@@ -99,6 +119,7 @@ def generate(
         Engine.from_pretrained(engine.model, folder=folder, progress=watch(report, interrupts), **settings) as llm,
     ):
         interrupts.ask(llm.stop)
+        write_seen = seeing(llm, show)
         with closing(Answer(stream=not show.no_stream and not show.json, silent=show.json)) as answer:
             events = llm.stream(given, **asdict(params))  # forgets an earlier stop
             interrupts.check()
@@ -106,6 +127,7 @@ def generate(
                 report.close()
                 answer.add(event.text)
         result = llm.last_result.to_json()
+        write_seen()
     if show.json:
         write_json(result)
     else:
@@ -113,6 +135,27 @@ def generate(
             write_out(" ".join(map(str, result["token_ids"])) + "\n")
         note(summary(result, params.max_new_tokens))
     interrupts.check()
+
+
+def seeing(llm: Engine, show: ShowFlags) -> Callable[[], None]:
+    """Start what --timeline and --record ask for; the result ends it and writes the files."""
+    from dynajax.timeline import Timeline
+    from dynajax.trace import Recorder
+
+    timeline = None if show.timeline is None else Timeline()
+    recorder = None if show.record is None else Recorder()
+    llm.trace(timeline)
+    llm.record(recorder)
+
+    def write() -> None:
+        llm.trace(None)
+        llm.record(None)
+        for path, seen in ((show.timeline, timeline), (show.record, recorder)):
+            if path is not None and seen is not None:
+                seen.write(path)
+                note(f"written to {path}")
+
+    return write
 
 
 def read_prompt(

@@ -15,6 +15,7 @@ import numpy as np
 from dynajax.budget import MemoryPlan
 from dynajax.chat import chat_ids
 from dynajax.config import EngineConfig
+from dynajax.engine import seeing
 from dynajax.engine.continuation import Continuation
 from dynajax.engine.failures import translated_errors
 from dynajax.engine.figures import layers_of
@@ -23,10 +24,12 @@ from dynajax.engine.observing import Observe, Observer, Seen
 from dynajax.engine.opening import Parts, open_parts
 from dynajax.engine.report import Phases, make_results
 from dynajax.engine.result import Event, Result
-from dynajax.engine.scoring import Scored, check_room, score
+from dynajax.engine.scoring import Scored, score
 from dynajax.engine.turn import Turn
 from dynajax.errors import EngineError, UsageError
 from dynajax.sampling import SamplingParams
+from dynajax.timeline import Timeline
+from dynajax.trace import Recorder
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 Prompt = str | Sequence[int]
@@ -123,7 +126,6 @@ class Engine:
             ids, ctx = parts.encode(text), parts.prepared.ctx
             if len(ids) > ctx:
                 raise UsageError(f"the text has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
-            check_room(parts)
             try:
                 with translated_errors():
                     return score(parts, ids, source, check=check)
@@ -154,9 +156,28 @@ class Engine:
         """
         with self._turn:
             parts = self._open_parts()
+            if parts.recorder is not None:
+                raise UsageError("this engine is recorded: end that before observing it, with record(None)")
             made = (parts.prepared.programs, parts.stepper.weights, parts.pool, parts.cold)
             observer = None if tell is None else Observer(tell, *made, streams=streams, values=values)
             parts.layers.observer = observer
+
+    def trace(self, timeline: Timeline | None) -> None:
+        """From now on write into the timeline what runs when, on device, host and the way between; None ends it.
+
+        Decoding goes on as it does otherwise; a prompt's chunks wait for each other.
+        """
+        with self._turn:
+            seeing.trace(self._open_parts(), timeline)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """From now on tell the recorder which neurons are live in every layer of every token; None ends it.
+
+        Slower: prompts are observed as by `observe`. So is decoding where nothing is planned, and in predicted mode
+        every neuron's gate is computed.
+        """
+        with self._turn:
+            seeing.record(self._open_parts(), recorder)
 
     def stop(self) -> None:
         """End the running generation after its current token; safe from signal handlers and other threads."""
@@ -189,7 +210,10 @@ class Engine:
         with self._turn:
             parts, self._parts = self._parts, None
             if parts is not None:
-                parts.close()
+                try:
+                    seeing.unhook(parts)
+                finally:
+                    parts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -222,6 +246,8 @@ class Engine:
 
     def _generate(self, parts: Parts, rows: Sequence[Continuation], phases: Phases) -> Generator[tuple[int, Event]]:
         parts.reset_counters()
+        if parts.recorder is not None:
+            parts.recorder.start()
         with phases.clock("prefill_s"), contextlib.suppress(_Stopped):
             for index, row in enumerate(rows):
                 self._prefill(parts, row, index, len(rows))

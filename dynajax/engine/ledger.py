@@ -30,6 +30,17 @@ class Books:
         return cls(*(np.zeros(layers, np.int64) for _ in fields(cls)))
 
 
+def live_of(ran: Ran, marks: npt.NDArray[np.uint8] | None, units: int) -> npt.NDArray[np.bool_]:
+    """[R, F] what was live in a layer; of what was computed, if nobody looked at the rest. marks [R, G]."""
+    if ran.truth is not None:
+        return ran.truth
+    live = np.zeros((len(ran.cold_live), units), np.bool_)
+    live[:, ran.cold_units] = ran.cold_live
+    if marks is not None:
+        live[:, ran.bucket] = marks & LIVE
+    return live
+
+
 class Ledger:
     """Fed by the scheduler's thread, read by the main one once that has settled."""
 

@@ -31,6 +31,8 @@ from dynajax.memory import PeakMeter
 from dynajax.model_folder import model_folder
 from dynajax.pool import DevicePool
 from dynajax.text import Tokenizer, load_tokenizer
+from dynajax.timeline import Lanes
+from dynajax.trace import Recorder
 from dynajax.transfer import Transfer, fill_pool
 from hostcompute import HostPool, NumpyPool, default_threads, open_pool
 
@@ -52,10 +54,13 @@ class Parts:
     layers: ThreadsRunner  # the same, or what the other prefills with
     loaded: Loaded
     plans: Plans | None  # where decoding goes by plans
+    fingerprint: str  # of the weights
     stepper: Stepper
     meter: PeakMeter
     load_s: float
     progress: Callable[[str, int, int], None]
+    lanes: Lanes | None = None  # where a timeline is written
+    recorder: Recorder | None = None  # where a trace is recorded
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary: XLA would clamp what is out of range."""
@@ -197,9 +202,8 @@ def load_parts(
     cold = ColdSide(store, pool, host, spec.activation, skip_zeros=skip_zeros)
     layers = runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
     machine = Loaded(programs=programs, weights=weights, store=store, pool=pool, host=host, cold=cold, layers=layers)
-    plans = None
+    plans, fingerprint = None, checkpoint.fingerprint()
     if prepared.strategy.planned:
-        fingerprint = checkpoint.fingerprint()
         plans = make_plans(
             prepared,
             machine,
@@ -228,6 +232,7 @@ def load_parts(
         layers=layers,
         loaded=machine,
         plans=plans,
+        fingerprint=fingerprint,
         stepper=stepper,
         meter=meter,
         load_s=time.perf_counter() - start - (programs.compile_s - compiled_s),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from dynajax.engine.checks import LiveCheck, PromptCounts
 from dynajax.engine.ledger import Ledger
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.masked import MaskedPrompt, PredictedScores
+from dynajax.engine.observing import Seen
 from dynajax.engine.prediction import Place, Predictors
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece
@@ -28,7 +29,8 @@ from dynajax.engine.threads import HotTimer
 from dynajax.plan import LayerPlan
 from dynajax.policy.guard import Guard
 from dynajax.programs import bucket_of
-from dynajax.scheduler import Ran, Scheduler, Span
+from dynajax.scheduler import Ran, Scheduler
+from dynajax.timeline import Lanes
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +63,15 @@ class PlannedRunner:
         ledger: Ledger,
         check: LiveCheck,
         wishes: Wishes,
-        span: Span | None = None,
     ):
         self._loaded, self._programs, self._weights = loaded, loaded.programs, loaded.weights
         self._pool, self._cold, self.layers = loaded.pool, loaded.cold, loaded.layers
         self.predictors, self.ledger, self._check, self.wishes = predictors, ledger, check, wishes
         self.scheduler: Scheduler | None = None  # set before anything runs
         self.guard: Guard | None = None  # set where dynamic placement is on trial
-        self._span = span
+        self.lanes: Lanes | None = None
+        self.on_prompt: Callable[[int, npt.NDArray[np.bool_]], None] | None = None  # layer, what is live in it [T, F]
+        self.looks_always = False  # all that is live is looked up in every layer
         shapes = loaded.programs.shapes
         self._zeros = np.zeros((shapes.batch, shapes.spec.unit_width), np.float32)
         self._all = np.zeros((shapes.batch, shapes.spec.ffn), np.uint8)  # scores of which every one reaches 0
@@ -132,15 +135,22 @@ class PlannedRunner:
         self._computed, before_s = 0, self._cold.counters.seconds
         y_cold = self._zeros
         for layer, leaves in enumerate(weights.layers):
-            k, v = state.ks[layer], state.vs[layer]
+            k, v, dispatched = state.ks[layer], state.vs[layer], time.perf_counter()
             x, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, x, y_cold, positions)
             h.copy_to_host_async()
+            if self.lanes is not None:
+                self.lanes.device(f"attend {layer}", dispatched, h)
             self._predict(layer, x, h)
             plan = self._plan(layer, active)
             x, y_cold = self._ffn(layer, x, h, plan, active)
         self._token += 1
         self._learn(self._cold.counters.seconds - before_s, time.perf_counter() - begin)
-        return programs.get("head")(weights.norm, weights.table, x, y_cold)
+        dispatched = time.perf_counter()
+        logits = programs.get("head")(weights.norm, weights.table, x, y_cold)
+        if self.lanes is not None:
+            self.lanes.device("head", dispatched, logits)
+            self.lanes.settle()
+        return logits
 
     # --- one layer ---
 
@@ -148,8 +158,11 @@ class PlannedRunner:
         """Everything that this layer's input says of it and of later ones."""
         if self.predictors is not None:
             for place in self.predictors.leads_from(layer):
+                begin = time.perf_counter()
                 scores = self.predictors.score(place, stream, h)
                 scores.copy_to_host_async()
+                if self.lanes is not None:
+                    self.lanes.device(f"score {place[1]}", begin, scores)
                 self._scores[place] = scores
 
     def _plan(self, layer: int, active: npt.NDArray[np.bool_]) -> LayerPlan | None:
@@ -157,9 +170,8 @@ class PlannedRunner:
         if not self._moving:
             return None
         scheduler, target = self._open_scheduler(), (layer + self.wishes.lead) % len(self._weights.layers)
-        scores = self._scores.get((self.wishes.lead, target))
-        if scores is None:  # of the first layers only what they said of themselves is known, a token ago
-            scores = self._scores.get((0, target))
+        leads = range(self.wishes.lead, -1, -1)  # of the first layers only shorter leads are known, from a token ago
+        scores = next((self._scores[lead, target] for lead in leads if (lead, target) in self._scores), None)
         scheduler.request(target, scores, active)
         return scheduler.wait(layer, self._deadline_s())
 
@@ -172,7 +184,7 @@ class PlannedRunner:
 
     def _ffn(self, layer: int, x: jax.Array, h: jax.Array, plan: LayerPlan | None, active: npt.NDArray[np.bool_]):
         """Both halves: -> x with the device's, y_cold."""
-        looks = self.wishes.skips and (self._token + layer) % CHECK_EVERY == 0
+        looks = self.looks_always or (self.wishes.skips and (self._token + layer) % CHECK_EVERY == 0)
         if looks and self.wishes.moves:
             self._open_scheduler().settle()  # nothing may move while it is looked at
         scores, theta_g, theta_c = self._thresholds(layer, plan)
@@ -220,6 +232,8 @@ class PlannedRunner:
             self._timer.add(spent)
             self._open_scheduler().learn("t_gpu_s", len(bucket), spent)
         marks.copy_to_host_async()
+        if self.lanes is not None:
+            self.lanes.device(f"hot {layer}", begin, marks)
         return x, marks
 
     def _run_cold(self, layer: int, hidden, units, admit, live, active) -> npt.NDArray[np.float32]:
@@ -228,8 +242,8 @@ class PlannedRunner:
         if not len(units):
             return self._zeros
         y = self._cold.run_chosen(layer, hidden, units, admit, live)
-        if self._span is not None:
-            self._span("host", f"cold {layer}", begin, time.perf_counter())
+        if self.lanes is not None:
+            self.lanes.host(f"cold {layer}", begin)
         if len(y) == len(active):
             return y
         whole = np.zeros_like(self._zeros)
@@ -253,14 +267,20 @@ class PlannedRunner:
 
     @contextmanager
     def _counting(self) -> Generator[None]:
-        if self.layers.observer is not None or not self.wishes.moves:
+        if self.layers.observer is not None or not (self.wishes.moves or self.on_prompt is not None):
             yield
             return
-        self.layers.observer = self._check.observer(self._prompt.add)
+        self.layers.observer = self._check.observer(self._count)
         try:
             yield
         finally:
             self.layers.observer = None
+
+    def _count(self, seen: Seen, live: npt.NDArray[np.bool_]) -> None:
+        """A layer of a prompt."""
+        self._prompt.add(seen, live)
+        if self.on_prompt is not None:
+            self.on_prompt(seen.layer, live)
 
     def _open_scheduler(self) -> Scheduler:
         assert self.scheduler is not None, "no scheduler was started"

@@ -55,8 +55,6 @@ class Prepared:
     programs: Programs
     memory: MemoryPlan
     placement: Placement
-    temporaries: int  # bytes that the budget grants any program
-    unlimited: bool  # no budget was given
     fill_piece: int  # units moved at a time when the pool is filled
     host_mode: str
     host: Host | None  # of whole-token programs; None in threads mode
@@ -120,8 +118,6 @@ def prepare(
         programs=layout.programs,
         memory=memory,
         placement=placement,
-        temporaries=layout.temporaries,
-        unlimited=layout.unlimited,
         fill_piece=fill_piece(spec.ffn, budget.unit_bytes(spec, host_dtype), unit, layout.temporaries),
         host_mode=layout.mode,
         host=layout.host,
@@ -290,12 +286,12 @@ def largest_programs(shapes: Shapes, mode: str) -> list[tuple]:
     """The programs whose temporaries bound those of all others: longest prefix, largest chunk, fullest pool."""
     spec, chunk, prefix = shapes.spec, shapes.chunks[-1], shapes.prefixes[-1]
     prefill = [("attend_chunk", chunk, prefix), ("hot_chunk", chunk, spec.ffn)]
-    full = (spec.ffn,) * spec.layers
+    full, masked = (spec.ffn,) * spec.layers, ("hot_admitted_chunk", chunk, spec.ffn)
     match mode:
         case "threads":
             return [*prefill, ("head",), ("attend_rows", prefix), ("hot_rows", spec.ffn)]
         case "planned":
-            return [*prefill, ("head",), ("attend_rows", prefix), ("hot_admitted_rows", spec.ffn)]
+            return [*prefill, ("head",), ("attend_rows", prefix), ("hot_admitted_rows", spec.ffn), masked]
         case "resident":
             return [*prefill, ("token_rows", prefix, *full)]
     almost = (max(0, spec.ffn - block_units(spec.ffn)),) * spec.layers  # a share for the host in every layer

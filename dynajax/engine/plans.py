@@ -12,7 +12,7 @@ from dynajax.budget import unit_bytes
 from dynajax.checkpoint import Statistics
 from dynajax.engine.checks import LiveCheck
 from dynajax.engine.cold import ColdSide
-from dynajax.engine.ledger import Ledger
+from dynajax.engine.ledger import Ledger, live_of
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.planned import PlannedRunner, Wishes
 from dynajax.engine.planning import Prepared
@@ -22,8 +22,9 @@ from dynajax.policy.guard import Guard
 from dynajax.policy.planner import NeuronPlanner
 from dynajax.policy.swaps import swap_ladder
 from dynajax.programs.bodies import ADMITTED, LIVE
-from dynajax.scheduler import Scheduler, Sizes, Span
+from dynajax.scheduler import Ran, Scheduler, Sizes, Span
 from dynajax.staging import open_staging
+from dynajax.trace import Recorder
 from dynajax.transfer import Transfer, fill_pool
 from predictors.gate import GateSource
 
@@ -57,6 +58,7 @@ class Plans:
     runner: PlannedRunner
     check_live: LiveCheck
     span: Span | None = None
+    recorder: Recorder | None = None
 
     def start(self) -> None:
         """A planner that starts from the pool as it was placed, and a thread that drives it."""
@@ -79,9 +81,23 @@ class Plans:
                 live_mark=LIVE if spec.activation.has_zeros else ADMITTED,
             ),
             fixed_costs=self.fixed_costs,
-            on_ran=self.runner.ledger.add,
-            span=self.span,
+            on_ran=self._ran,
         )
+        self.tell_scheduler()
+
+    def tell_scheduler(self) -> None:
+        """Who is to be told of transfers and scores from now on; what was asked for before is done."""
+        scheduler, recorder = self.runner.scheduler, self.recorder
+        if scheduler is not None:
+            scheduler.settle()
+            scheduler.span = self.span
+            scheduler.on_scores = None if recorder is None else recorder.add_scores
+
+    def _ran(self, ran: Ran, marks: npt.NDArray[np.uint8] | None) -> None:
+        """A layer has run, in the scheduler's thread."""
+        self.runner.ledger.add(ran, marks)
+        if self.recorder is not None:
+            self.recorder.add(ran.layer, live_of(ran, marks, self.prepared.spec.ffn), ran.bucket)
 
     def restart(self) -> None:
         """After a failure: everything as when the engine was opened, whatever the old thread still does."""

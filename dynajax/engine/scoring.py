@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
 from dynajax.engine.masked import Masked, MaskedPrompt, PredictedScores, Source
 from dynajax.engine.opening import Parts
 from dynajax.engine.stepper import Piece, Rows
-from dynajax.errors import FitError
-from dynajax.programs.shapes import CHUNKS
-
-HEAD_ROWS = CHUNKS[0]  # tokens whose logits are computed at a time: a vocabulary is wide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,30 +45,24 @@ def score(parts: Parts, ids: Sequence[int], source: Source | None, *, check: boo
 
 
 def _logprobs(parts: Parts, ids: Sequence[int], pieces: list[Piece], y_cold: list[Rows]) -> npt.NDArray[np.float32]:
+    """By the program that decoding ends with, as many positions at a time as that has rows: no further memory."""
     programs, weights, state = parts.prepared.programs, parts.stepper.weights, parts.stepper.state
-    program = programs.get("next_logprobs", HEAD_ROWS)
-    found = []
+    head, batch = programs.get("head"), programs.shapes.batch
+    found = np.empty(len(ids) - 1, np.float32)
     for (start, size, count), y in zip(pieces, y_cold, strict=True):
-        for at in range(0, min(size, -(-count // HEAD_ROWS) * HEAD_ROWS), HEAD_ROWS):
-            wanted = np.zeros(HEAD_ROWS, np.int32)
-            following = ids[start + at + 1 : start + min(at + HEAD_ROWS, count) + 1]
-            wanted[: len(following)] = following
-            rows = program(
-                weights.norm, weights.table, state.xs, y[at : at + HEAD_ROWS].copy(), wanted, np.int32(start + at)
-            )
-            found.append(np.asarray(rows)[: len(following)])
-    return np.concatenate(found)
+        for at in range(0, count, batch):
+            first = min(at, size - batch)  # the last rows of a chunk are asked for twice where they are no whole batch
+            x = jax.lax.dynamic_slice_in_dim(state.xs, np.int32(start + first), batch)
+            logits = np.asarray(head(weights.norm, weights.table, x, y[first : first + batch].copy()))
+            for row in range(at - first, min(batch, count - first)):
+                position = start + first + row
+                found[position] = _log_softmax_at(logits[row], ids[position + 1])
+    return found
 
 
-def check_room(parts: Parts) -> None:
-    """FitError if the programs of scoring need more scratch memory than the budget granted."""
-    granted, programs = parts.prepared.temporaries, parts.prepared.programs
-    if parts.prepared.unlimited:
-        return
-    needed = programs.temp_bytes("next_logprobs", HEAD_ROWS)
-    if needed > granted:
-        more = needed - granted
-        raise FitError(f"scoring needs {more} bytes more scratch memory than the budget leaves: raise --vram-budget")
+def _log_softmax_at(logits: npt.NDArray[np.float32], token: int) -> float:
+    top = logits.max()
+    return float(logits[token] - top - np.log(np.exp(logits - top, dtype=np.float64).sum()))
 
 
 def _nobody(done: int, total: int) -> None:

@@ -13,10 +13,12 @@ import numpy.typing as npt
 from dynajax.engine.state import DeviceState
 from dynajax.engine.weights import DenseWeights
 from dynajax.programs import Programs, split_chunks
+from dynajax.trace import DECODE, PREFILL
 
 Rows = npt.NDArray[np.float32]  # [B, D] or [T, D]
 Piece = tuple[int, int, int]  # of a prompt: start, padded size, tokens
 OnPart = Callable[[int, int], None]
+OnTokens = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32], int], None]  # positions, rows, phase
 
 
 class Runner(Protocol):
@@ -47,6 +49,7 @@ class Stepper:
         self._state = DeviceState(programs.shapes)
         self.steps = 0
         self.rows = 0
+        self.on_tokens: OnTokens | None = None  # told what runs next
 
     def reset_state(self) -> None:
         """Fresh caches and workspace; the old ones go first, the budget holds one set."""
@@ -60,6 +63,8 @@ class Stepper:
 
     def prefill(self, row: int, ids: Sequence[int], on_part: OnPart) -> None:
         """Keys and values of a prompt's tokens (at least one), at positions 0.. of one row; `on_part`: see `Runner`."""
+        if self.on_tokens is not None:
+            self.on_tokens(np.arange(len(ids), dtype=np.int32), np.full(len(ids), row, np.int32), PREFILL)
         self._runner.prompt(self._state, row, self.embed(ids), on_part)
         self._state.xs.block_until_ready()
 
@@ -84,6 +89,8 @@ class Stepper:
         active: npt.NDArray[np.bool_],  # [B] rows that count; the others compute and are ignored
     ) -> npt.NDArray[np.float32]:
         """One token in each row -> logits [B, V]."""
+        if self.on_tokens is not None:
+            self.on_tokens(positions[active], np.flatnonzero(active).astype(np.int32), DECODE)
         logits = np.asarray(self._runner.rows(self._state, ids, positions, active))
         self._on_full()
         self.steps += 1

@@ -44,7 +44,8 @@ class Strategy:
 
     def resident(self, spec: ModelSpec) -> Strategy:
         """The same where every unit is on the device: nothing to move, and nothing gained by skipping."""
-        return replace(self, sparsity=plain_sparsity(spec), policy="static", guarded=False)
+        sparsity = plain_sparsity(spec) if self.skips else self.sparsity
+        return replace(self, sparsity=sparsity, policy="static", guarded=False)
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: str | None, platform: str) -> Strategy:

@@ -20,6 +20,7 @@ from dynajax.engine.stepper import OnPart, Piece, Rows
 from dynajax.engine.weights import DenseWeights
 from dynajax.pool import DevicePool
 from dynajax.programs import Programs, bucket_of
+from dynajax.timeline import Lanes
 
 TIMED_EVERY = 16  # decode steps from one timing of the hot programs to the next
 
@@ -72,6 +73,7 @@ class ThreadsRunner:
         self._timer = HotTimer()
         self.watch: Watch | None = None
         self.observer: Observer | None = None
+        self.lanes: Lanes | None = None
 
     def reset_counters(self) -> None:
         """Start timing a new generation."""
@@ -99,7 +101,10 @@ class ThreadsRunner:
         for layer, leaves in enumerate(self._weights.layers):
             k, v = state.ks[layer], state.vs[layer]
             stream = self.observer.before(x, 0, y_cold) if self.observer is not None else None
+            begin = time.perf_counter()
             x, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, x, y_cold, positions)
+            if self.lanes is not None:
+                self.lanes.device(f"attend {layer}", begin, h)
             if self.observer is not None and stream is None:
                 stream = self.observer.after(layer, x, 0, len(y_cold))
             if self.watch is not None:
@@ -112,8 +117,13 @@ class ThreadsRunner:
             if self.observer is not None:
                 y_cold = self._observed_rows(self.observer, layer, h, active, stream)
             else:
-                y_cold = self._cold.run_active(layer, np.asarray(h), active) if cold else self._zeros
-        return programs.get("head")(weights.norm, weights.table, x, y_cold)
+                y_cold = self._cold_rows(layer, np.asarray(h), active) if cold else self._zeros
+        begin = time.perf_counter()
+        logits = programs.get("head")(weights.norm, weights.table, x, y_cold)
+        if self.lanes is not None:
+            self.lanes.device("head", begin, logits)
+            self.lanes.settle()
+        return logits
 
     def prompt(
         self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart, *, whole: bool = False
@@ -158,7 +168,16 @@ class ThreadsRunner:
         if self._timer.due:
             x.block_until_ready()
             self._timer.add(time.perf_counter() - start)
+        if self.lanes is not None:
+            self.lanes.device(f"hot {layer}", start, x)
         return x
+
+    def _cold_rows(self, layer: int, h: Rows, active: npt.NDArray[np.bool_]) -> Rows:
+        begin = time.perf_counter()
+        y = self._cold.run_active(layer, h, active)
+        if self.lanes is not None:
+            self.lanes.host(f"cold {layer}", begin)
+        return y
 
     def attend_chunk(self, state: DeviceState, layer: int, row: int, piece: Piece, y_cold: Rows) -> jax.Array:
         """A chunk's attention, `state.xs` moved on -> the FFN's input h [T, W]."""
@@ -166,8 +185,12 @@ class ThreadsRunner:
         prefix = bucket_of(start + size, self._programs.shapes.chunk_prefixes)
         attend = self._programs.get("attend_chunk", size, prefix)
         k, v, leaves = state.ks[layer], state.vs[layer], self._weights.layers[layer]
-        at = np.int32(start)
+        if self.lanes is not None:  # a chunk is held until it is shown, so only one
+            self.lanes.settle()
+        at, begin = np.int32(start), time.perf_counter()
         state.xs, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, state.xs, y_cold, np.int32(row), at)
+        if self.lanes is not None:
+            self.lanes.device(f"attend {layer}", begin, h)
         return h
 
     def hot_chunk(self, state: DeviceState, layer: int, h: jax.Array, start: int) -> None:
@@ -175,8 +198,11 @@ class ThreadsRunner:
         slots = self._pool.slots[layer]
         if slots:
             hot = self._programs.get("hot_chunk", len(h), slots)
+            begin = time.perf_counter()
             with self._pool.lock:
                 state.xs = hot(state.xs, h, self._pool.parts(layer), np.int32(start))
+            if self.lanes is not None:
+                self.lanes.device(f"hot {layer}", begin, state.xs)
 
     def _observed_rows(
         self,
@@ -202,8 +228,10 @@ class ThreadsRunner:
         streams: list[Rows | None],
     ) -> list[Rows]:
         """The host's half for all chunks at once, cut back into padded chunks."""
-        h = np.concatenate(hidden)
+        h, begin = np.concatenate(hidden), time.perf_counter()
         y = self._cold.run(layer, h) if self.observer is None else self.observer.compute(layer, h, hot, streams)
+        if self.lanes is not None:
+            self.lanes.host(f"cold {layer}", begin)
         chunks = []
         for start, size, count in pieces:
             chunk = np.zeros((size, y.shape[1]), np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,7 @@ from dynajax.engine.threads import ThreadsRunner
 from dynajax.engine.weights import DenseWeights
 from dynajax.pool import DevicePool
 from dynajax.programs import Programs, bucket_of
+from dynajax.timeline import Lanes
 
 
 class TokenRunner:
@@ -22,6 +25,7 @@ class TokenRunner:
     def __init__(self, programs: Programs, weights: DenseWeights, pool: DevicePool, host: Host, layers: ThreadsRunner):
         self._programs, self._weights, self._pool, self._host = programs, weights, pool, host
         self.layers = layers
+        self.lanes: Lanes | None = None
 
     def prompt(self, state: DeviceState, row: int, pieces: list[Piece], on_part: OnPart) -> None:
         """Prefill of one row; see `Runner`."""
@@ -50,9 +54,13 @@ class TokenRunner:
         start = ids if weights.tables else weights.lookup(ids, positions)
         caches = (tuple(state.ks), tuple(state.vs))
         with pool.lock, self._host.running(active):
+            begin = time.perf_counter()
             pools = tuple(pool.parts(layer) for layer in range(len(weights.layers)))
             logits, state.tally, ks, vs = program(
                 self._host.handle, ends, weights.layers, caches, pools, start, state.tally, positions, active
             )
             state.ks, state.vs = list(ks), list(vs)
-            return logits.block_until_ready()
+            logits.block_until_ready()
+        if self.lanes is not None:
+            self.lanes.add("device", "token", begin, time.perf_counter())
+        return logits

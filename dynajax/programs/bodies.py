@@ -147,14 +147,6 @@ def head(norm: Parts, table, x, y_cold, *, spec: ModelSpec):
     return contract("BD,VD->BV", scaled(x, spec.logit_scale), table)
 
 
-def next_logprobs(norm: Parts, table, xs, y_cold, ids, start, *, spec: ModelSpec):
-    """Of the T = y_cold.shape[0] tokens of xs [S,D] from `start`: log p(ids [T]), each the token after its position."""
-    x = jax.lax.dynamic_slice_in_dim(xs, start, y_cold.shape[0])
-    logits = head(norm, table, x, y_cold, spec=spec)
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1, mode="clip")[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=1)
-
-
 def token_rows(ends, blocks, caches, pools, hosts: Hosts, start, tally, positions, active, *, prefix: int):
     """A whole decode step in one program -> logits [B,V], tally, ks, vs.
 

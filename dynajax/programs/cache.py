@@ -160,10 +160,6 @@ class Programs:
         stream = _shape((size, self.shapes.spec.hidden))
         return jax.jit(body).lower(params, stream, self._chunk(size), number, number)
 
-    def next_logprobs(self, size: int) -> jax.stages.Lowered:
-        ids = _shape((size,), "int32")
-        return self._jit(bodies.next_logprobs).lower(self._norm, self._table, self._xs, self._chunk(size), ids, _INT)
-
     def live_slots(self, size: int, slots: int) -> jax.stages.Lowered:
         return self._jit(bodies.live_slots).lower(self._chunk(size), self._parts(slots))
 

@@ -60,11 +60,12 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
-CASES = [pytest.param("relu", policy, "exact", 1) for policy in MOVING]
-CASES += [pytest.param("relu", policy, "dense", 1, marks=pytest.mark.slow) for policy in MOVING]
-CASES += [pytest.param(name, "dynamic", "dense", 2) for name in ("silu", "silu-biases")]
-CASES += [pytest.param(name, "dynamic", "exact", 2) for name in ("fatrelu", "drelu", "ungated", "parallel")]
-CASES += [pytest.param(name, "lru", "dense", 2, marks=pytest.mark.slow) for name in ("relu", "ungated")]
+QUICK = [("relu", "dynamic", "exact", 1), ("relu", "lru", "dense", 1), ("silu", "dynamic", "dense", 2)]
+QUICK += [(name, "dynamic", "exact", 2) for name in ("fatrelu", "drelu", "ungated")]
+SLOW = [("relu", policy, sparsity, 1) for policy in MOVING for sparsity in ("dense", "exact")]
+SLOW += [("silu-biases", "dynamic", "dense", 2), ("parallel", "dynamic", "exact", 2), ("parallel", "lru", "exact", 1)]
+SLOW += [(name, "lru", "dense", 2) for name in ("relu", "ungated", "silu")]
+CASES = QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in QUICK]
 
 
 @pytest.mark.parametrize(("name", "policy", "sparsity", "batch"), CASES)
@@ -111,7 +112,7 @@ def test_the_comparison_notices_one_lost_unit(models, expected_of, monkeypatch):
         assert_each_unit_once(seen[0], 96)
 
 
-@pytest.mark.parametrize("host_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("host_dtype", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 def test_neurons_of_16_bits_move_into_wider_pools(tmp_path, host_dtype):
     folder = make_checkpoint(tmp_path / "m", SPECS["relu"], dtype=host_dtype)
     tokens = np.random.default_rng(0).integers(3, 96, (16, 1))
@@ -154,7 +155,7 @@ def run_once(folder, patch, **settings):
         return logits, plans, engine.generate(PROMPT, max_new_tokens=20).token_ids
 
 
-@pytest.mark.parametrize("name", ["relu", "silu"])
+@pytest.mark.parametrize("name", ["relu", pytest.param("silu", marks=pytest.mark.slow)])
 def test_deterministic_runs_are_equal_bit_for_bit(models, monkeypatch, name):
     """Whatever the threads' timing: the second run's is another."""
     logits, plans, ids = run_once(models[name], monkeypatch)
@@ -193,7 +194,7 @@ def slow_plans(patch):
     return Sleepy
 
 
-@pytest.mark.parametrize("name", ["relu", "silu"])
+@pytest.mark.parametrize("name", ["relu", pytest.param("silu", marks=pytest.mark.slow)])
 def test_a_rows_predicted_answer_does_not_depend_on_its_company(models, monkeypatch, name):
     """For fixed thresholds: which units are computed for it, and its tokens."""
     companies = [None, PROMPT[4:12], [7, 7, 9]]
