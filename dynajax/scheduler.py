@@ -9,6 +9,7 @@ fixed costs and a main thread that always waits, two runs decide alike.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -184,8 +185,6 @@ class Scheduler:
         self._error = EngineError("the scheduler is closed")  # an earlier one's frames refer to all that is here
         self._queue.put(None)
         self._thread.join(wait_s)
-        if not self._thread.is_alive():
-            self._transfer.close()
 
     def _give(self, task: Callable[[], None]) -> None:
         self._check()
@@ -215,6 +214,8 @@ class Scheduler:
                 with self._news:
                     self._done += 1
                     self._news.notify_all()
+        with contextlib.suppress(Exception):  # an update that failed, and what it failed of was told
+            self._transfer.close()
 
     def _plan(self, layer: int, number: int, scores: jax.Array | npt.NDArray[np.uint8] | None, rows: Bools) -> None:
         if number < self._asked[layer] and not self._fixed:  # a newer one waits: nobody needs this one

@@ -102,10 +102,12 @@ class Transfer:
             self._retire()
 
     def close(self) -> None:
-        """Wait, and give registered memory back."""
-        self.drain()
-        if self._staging is not None:
-            self._staging.close()
+        """Wait, and give registered memory back, whatever became of the updates."""
+        try:
+            self.drain()
+        finally:
+            if self._staging is not None:
+                self._staging.close()
 
     def _update(self, layer: int, rows, units, slots, staging: np.ndarray) -> None:
         program = self._programs.get("write", self._pool.slots[layer], len(units), self._store.dtype.name)

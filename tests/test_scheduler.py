@@ -1,130 +1,28 @@
-"""The scheduler's thread: in order, newest first, never silent about a failure, and gone after close."""
+"""The scheduler's thread: everything in order, the newest request first, plans carried out before they are given."""
 
-import gc
-import threading
 import time
-import weakref
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynajax import scheduler as module
 from dynajax.config import PolicyConfig
-from dynajax.errors import EngineError, NumericalError
-from dynajax.plan import LayerPlan, Placement
-from dynajax.policy.costs import CostEstimator, Costs
+from dynajax.plan import Placement
+from dynajax.policy.costs import CostEstimator
 from dynajax.policy.planner import NeuronPlanner
 from dynajax.programs.bodies import ADMITTED, LIVE
-from dynajax.scheduler import Sizes, Ran, Scheduler
+from dynajax.scheduler import Scheduler, Sizes
 from dynajax.staging import Plain
 from dynajax.transfer import Transfer, fill_pool
 from hostcompute import NumpyPool
+from tests.scheduler_cases import COSTS, FFN, LAYERS, ROW, SOON, UNIT_BYTES, Made, plan_of, ran, schedulers
 from tests.test_transfer import UNITS, assert_filled, pool_for, store_of
-
-COSTS = Costs(t0_s=1e-6, t_gather_s=1e-6, t_trans_s=1e-6, t_gpu_s=1e-6, t_cpu_s=1e-6, t_sync_s=1e-6)
-LAYERS, FFN, UNIT_BYTES = 3, 12, 100
-ROW, NOTHING = np.ones(1, np.bool_), np.zeros(0, np.int32)
-SOON = 20.0  # seconds that no test should ever need
-
-
-def plan_of(units=(), slots=(), theta=128) -> LayerPlan:
-    ids = np.array(units, np.int32), np.array(slots, np.int32)
-    return LayerPlan(*ids, np.uint8(theta), np.uint8(theta - 1), np.uint8(theta + 1), 0, 0)
-
-
-class Planner:
-    """Writes down what it is asked, plans what it is told, and waits, fails or hangs on demand."""
-
-    def __init__(self):
-        self.events, self.plans, self.fault = [], {}, None
-        self.gate = threading.Event()  # closed: the thread stands in `plan` of layer 0
-        self.gate.set()
-        self.entered = threading.Event()
-
-    def plan(self, layer, scores, window_units, costs):
-        if layer == 0:
-            self.entered.set()
-            assert self.gate.wait(SOON)
-        if self.fault is not None:
-            raise self.fault
-        self.events.append(("plan", layer, None if scores is None else scores.tolist()))
-        return self.plans.get(layer, plan_of())
-
-    def applied(self, layer, plan):
-        self.events.append(("applied", layer, plan.units.tolist()))
-
-    def observe(self, layer, live):
-        self.events.append(("observe", layer, np.flatnonzero(live).tolist()))
-
-    def start_sequence(self, counts, tokens):
-        self.events.append(("start", counts, tokens))
-
-
-class Mover:
-    """A transfer that moves nothing."""
-
-    count = 8
-
-    def __init__(self, events):
-        self.events, self.closed, self.fault = events, 0, None
-
-    def load(self, layer, units):
-        if self.fault is not None:
-            raise self.fault
-        self.events.append(("load", layer, units.tolist()))
-        return SimpleNamespace(gather_s=2e-3 * len(units), transfer_s=3e-3 * len(units) + 1e-6)
-
-    def apply(self, layer, block, units, slots):
-        self.events.append(("apply", units.tolist(), slots.tolist()))
-
-    def close(self):
-        self.closed += 1
-
-
-class Made:
-    """A scheduler of fakes."""
-
-    def __init__(self, live_mark=LIVE, **options):
-        self.planner, self.told = Planner(), []
-        self.transfer = Mover(self.planner.events)
-        options = {"on_ran": lambda ran, marks: self.told.append((ran, marks)), **options}
-        sizes = Sizes(layers=LAYERS, units=FFN, unit_bytes=UNIT_BYTES, live_mark=live_mark)
-        self.scheduler = Scheduler(self.planner, self.transfer, CostEstimator(COSTS), sizes, **options)
-
-    def stop_at_the_gate(self) -> None:
-        """From now on the thread stands, at the head of a plan for layer 0."""
-        self.planner.gate.clear()
-        self.planner.entered.clear()
-        self.scheduler.request(0, None, ROW)
-        assert self.planner.entered.wait(SOON)
-
-    @property
-    def names(self) -> list:
-        return [event[:2] for event in self.planner.events]
 
 
 @pytest.fixture
 def make():
-    """make(**options) -> Made, closed at the end."""
-    made = []
-
-    def one(**options) -> Made:
-        made.append(Made(**options))
-        return made[-1]
-
-    yield one
-    for each in made:
-        each.planner.gate.set()
-        each.scheduler.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "dynajax-scheduler"]
-
-
-def ran(layer, **changes) -> Ran:
-    base = {"layer": layer, "rows": ROW, "bucket": NOTHING, "marks": None, "cold_units": NOTHING}
-    return Ran(**base | {"cold_live": np.zeros((1, 0), np.uint8)} | changes)
+    yield from schedulers()
 
 
 # --- order ---
@@ -296,8 +194,9 @@ def test_a_large_plan_goes_in_pieces_of_rungs(make):
     _, *middle, last = made.planner.events
     loads, applies = middle[::2], middle[1::2]
     assert [len(event[2]) for event in loads] == [8, 8, 8, 2, 1]
-    assert sum((event[2] for event in loads), []) == units.tolist() == sum((event[1] for event in applies), [])
-    assert sum((event[2] for event in applies), []) == slots.tolist()
+    assert [unit for event in loads for unit in event[2]] == units.tolist()
+    assert [unit for event in applies for unit in event[1]] == units.tolist()
+    assert [slot for event in applies for slot in event[2]] == slots.tolist()
     assert last == ("applied", 2, units.tolist())  # once, when all of it is there
     assert made.scheduler.moves.migrated.tolist() == [0, 0, 27]
     assert made.scheduler.moves.migrated_bytes.tolist() == [0, 0, 27 * UNIT_BYTES]
@@ -331,150 +230,3 @@ def test_pieces_arrive_in_the_pool():
     with pytest.raises(AssertionError):
         assert_filled(pool, store, [np.arange(10)] * LAYERS)
     scheduler.close()
-
-
-# --- failures ---
-
-CALLS = {
-    "request": lambda scheduler: scheduler.request(1, None, ROW),
-    "wait": lambda scheduler: scheduler.wait(0, 1.0),
-    "ran": lambda scheduler: scheduler.ran(ran(1)),
-    "learn": lambda scheduler: scheduler.learn("t_cpu_s", 1, 1.0),
-    "start_sequence": lambda scheduler: scheduler.start_sequence(None, 0),
-    "settle": lambda scheduler: scheduler.settle(),
-    "keep_up": lambda scheduler: scheduler.keep_up(),
-}
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_an_error_is_raised_in_the_next_call(make, call):
-    made = make()
-    made.planner.fault = OSError("the disk is on fire")
-    made.scheduler.request(0, None, ROW)
-    while not made.scheduler.failed:
-        time.sleep(1e-3)
-    for each in (call, CALLS["settle"], CALLS["request"]):  # and in every later one
-        with pytest.raises(EngineError, match="the scheduler failed: .*the disk is on fire") as caught:
-            each(made.scheduler)
-        assert caught.value.__cause__ is made.planner.fault
-
-
-def test_our_own_errors_keep_their_type(make):
-    made = make()
-    made.planner.fault = NumericalError("NaN in the scores")
-    made.scheduler.request(0, None, ROW)
-    with pytest.raises(NumericalError, match="^NaN in the scores$") as caught:
-        made.scheduler.wait(0, None)
-    assert caught.value is made.planner.fault
-
-
-@pytest.mark.parametrize("fault", [MemoryError(), ValueError("first line\nsecond line")])
-def test_an_error_is_one_line_with_words(make, fault):
-    made = make()
-    made.planner.fault = fault
-    made.scheduler.request(0, None, ROW)
-    with pytest.raises(EngineError, match="MemoryError|first line") as caught:
-        made.scheduler.wait(0, None)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_failed_move_is_not_reported_as_done(make):
-    made = make()
-    made.planner.plans[1] = plan_of([4], [0])
-    made.transfer.fault = RuntimeError("no link")
-    made.scheduler.request(1, None, ROW)
-    with pytest.raises(EngineError, match="no link"):
-        made.scheduler.wait(1, None)
-    assert made.names == [("plan", 1)] and made.scheduler.moves.migrated.sum() == 0
-
-
-def test_what_a_listener_raises_is_raised_too(make):
-    def fail(told, marks):
-        raise KeyError("books")
-
-    made = make(on_ran=fail)
-    made.scheduler.ran(ran(0))
-    with pytest.raises(EngineError, match="books"):
-        made.scheduler.settle()
-
-
-def test_nothing_is_done_after_an_error(make):
-    made = make()
-    made.stop_at_the_gate()
-    made.scheduler.request(1, None, ROW)
-    made.scheduler.ran(ran(1))
-    made.planner.fault = OSError("gone")
-    made.planner.gate.set()
-    with pytest.raises(EngineError):
-        made.scheduler.wait(1, None)
-    made.scheduler.close()
-    assert made.planner.events == [] and made.told == []
-
-
-def test_a_hang_becomes_an_error(make, monkeypatch):
-    made = make()
-    made.stop_at_the_gate()
-    monkeypatch.setattr(module, "HANG_S", 0.05)
-    for call in (lambda s: s.wait(0, None), lambda s: s.settle(), lambda s: s.start_sequence(None, 0)):
-        with pytest.raises(EngineError, match=r"the scheduler did not answer within 0\.05 s"):
-            call(made.scheduler)
-    assert made.scheduler.wait(0, 0.0) is None  # who has a deadline goes on ...
-    made.scheduler.keep_up()
-    for _ in range(5 * LAYERS):
-        made.scheduler.ran(ran(0))
-    with pytest.raises(EngineError, match="did not answer"):  # ... until too much waits
-        made.scheduler.keep_up()
-
-
-def test_slow_is_not_hung(make, monkeypatch):
-    made = make(on_ran=lambda *_: time.sleep(0.03))
-    monkeypatch.setattr(module, "HANG_S", 0.3)
-    for _ in range(20):
-        made.scheduler.ran(ran(0))
-    made.scheduler.settle()
-    assert len(made.names) == 20
-
-
-# --- the end ---
-
-
-def test_close_ends_the_thread_and_drops_what_waits(make):
-    made = make()
-    made.stop_at_the_gate()
-    for layer in range(LAYERS):
-        made.scheduler.request(layer, None, ROW)
-        made.scheduler.ran(ran(layer))
-    threading.Timer(0.05, made.planner.gate.set).start()
-    made.scheduler.close()
-    assert made.names == [("plan", 0)] and made.told == []  # the one that ran came to its end
-    assert made.transfer.closed == 1
-    for call in CALLS.values():
-        with pytest.raises(EngineError, match="^the scheduler is closed$"):
-            call(made.scheduler)
-
-
-def test_what_failed_is_not_kept_by_its_own_error(make):
-    """The error's frames refer to the scheduler, its blocks and its scores: without a cycle they go at once."""
-    made = make()
-    made.planner.fault = OSError("the disk is on fire")
-    made.scheduler.request(0, None, ROW)
-    with pytest.raises(EngineError, match="on fire"):
-        made.scheduler.wait(0, None)
-    gone = weakref.ref(made.scheduler)
-    gc.disable()
-    try:
-        made.scheduler.close()
-        made.scheduler, made.planner.fault = SimpleNamespace(close=lambda: None), None
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
-def test_close_does_not_wait_for_a_thread_that_hangs(make):
-    made = make()
-    made.stop_at_the_gate()
-    begin = time.perf_counter()
-    made.scheduler.close(0.05)
-    assert time.perf_counter() - begin < SOON / 2
-    assert made.transfer.closed == 0  # the thread may still be using it
-    made.planner.gate.set()

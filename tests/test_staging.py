@@ -189,3 +189,15 @@ def test_a_block_for_a_pool_that_was_cleared_is_refused():
         transfer.apply(0, block, two, two)
     assert pool.bucket(0).tolist() == [-1] * 4 and not any(np.array(part).any() for part in pool.parts(0))
     transfer.close()
+
+
+def test_registered_memory_is_given_back_though_an_update_failed(monkeypatch):
+    store = store_of(1)
+    pool, programs = pool_for((4,))
+    staging, closed = Plain(DEVICE), []
+    transfer = Transfer(store, pool, programs, NumpyPool(1), 2, staging)
+    monkeypatch.setattr(staging, "close", lambda: closed.append(1), raising=False)
+    monkeypatch.setattr(transfer, "drain", lambda: pytest.fail("a fence that failed"))
+    with pytest.raises(pytest.fail.Exception):
+        transfer.close()
+    assert closed == [1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,11 @@ import numpy.typing as npt
 from dynajax.engine.opening import Parts
 from dynajax.engine.plans import Plans
 from dynajax.engine.result import Units, ratio
+
+log = logging.getLogger(__name__)
+
+ALARM_GAP = 0.1  # of recall, below what a predictor's manifest promises
+ALARM_UNITS = 200  # live neurons that must have been looked for
 
 
 def units_of(parts: Parts) -> Units:
@@ -45,6 +52,7 @@ def _planned(parts: Parts, plans: Plans) -> Units:
     assert scheduler is not None, "no scheduler was started"
     scheduler.settle()
     moves, live, hot = scheduler.moves, books.seen_live, books.seen_hot
+    _warn(plans)
     computed = _total(books.hot_computed) + _total(books.cold_computed)
     skips = parts.prepared.strategy.skips
     used, rows = (computed, _total(books.rows)) if skips else (_total(live), _total(books.seen_rows))
@@ -69,7 +77,7 @@ def layers_of(parts: Parts) -> list[dict[str, Any]]:
         return []
     scheduler, books = plans.runner.scheduler, plans.runner.ledger.books
     scheduler.settle()
-    moves, slots = scheduler.moves, parts.pool.slots
+    moves, slots, alarms = scheduler.moves, parts.pool.slots, alarms_of(plans)
     records = []
     for layer, last in enumerate(scheduler.last):
         live = int(books.seen_live[layer])
@@ -90,9 +98,55 @@ def layers_of(parts: Parts) -> list[dict[str, Any]]:
                 "plan_us": ratio(1e6 * float(moves.plan_s[layer]), int(moves.plans[layer])),
                 "theta_g": None if last is None else int(last.theta_g) / 255,
                 "theta_c": None if last is None else int(last.theta_c) / 255,
+                "alarm": layer in alarms,
             }
         )
     return records
+
+
+def alarms_of(plans: Plans) -> dict[int, tuple[float, float]]:
+    """{layer: (recall, what its predictor's manifest promises at this density)}, of the last generation; only where the
+    first is clearly lower, and enough was looked at."""
+    runner, ffn, found = plans.runner, plans.prepared.spec.ffn, {}
+    if runner.predictors is None or not runner.wishes.skips:
+        return found
+    prediction, books = runner.predictors.prediction, runner.ledger.books
+    computed = books.hot_computed + books.cold_computed
+    for layer, live in enumerate(books.seen_live.tolist()):
+        place = prediction.skipping(layer)
+        metrics = None if place is None else prediction.entries[place].metrics
+        if metrics is None or live < ALARM_UNITS:
+            continue
+        promised = promised_recall(metrics, float(computed[layer] / (books.rows[layer] * ffn)))
+        recall = float(books.seen_computed[layer] / live)
+        if promised is not None and recall < promised - ALARM_GAP:
+            found[layer] = recall, promised
+    return found
+
+
+def promised_recall(metrics: Mapping[str, Any], density: float) -> float | None:
+    """Of a manifest entry, at a share of neurons computed; None if it does not say. Straight lines between what it
+    knows: recall {"1.0": 0.8, "2.0": 1.0} at density 0.1 gives 0.9 for 0.15, and 0.4 for 0.05."""
+    try:
+        known = sorted(
+            (float(factor) * metrics["density"], float(recall)) for factor, recall in metrics["recall"].items()
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    shares, recalls = zip((0.0, 0.0), *known, strict=True)
+    return float(np.interp(density, shares, recalls))
+
+
+def _warn(plans: Plans) -> None:
+    """Once an engine: the predictors do worse here than where they were trained."""
+    alarms = {} if plans.alarmed else alarms_of(plans)
+    if alarms:
+        plans.alarmed = True
+        layer = min(alarms, key=lambda layer: alarms[layer][0] - alarms[layer][1])
+        found, promised = (100 * share for share in alarms[layer])
+        log.warning("the predictors of %d of %d layers find fewer live neurons than they promise, of layer %d %.0f%% "
+                    "instead of %.0f%%: train them on text like this", len(alarms), plans.prepared.spec.layers, layer,
+                    found, promised)  # fmt: skip
 
 
 def _total(counts: npt.NDArray[np.int64]) -> int:

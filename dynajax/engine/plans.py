@@ -59,6 +59,7 @@ class Plans:
     check_live: LiveCheck
     span: Span | None = None
     recorder: Recorder | None = None
+    alarmed: bool = False  # that predictors do worse than they promise was said
 
     def start(self) -> None:
         """A planner that starts from the pool as it was placed, and a thread that drives it."""

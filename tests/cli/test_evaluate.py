@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 HELDOUT = Path(__file__).parents[1] / "data" / "heldout"
-ARGV = ("evaluate", "--text", HELDOUT, "--tokens", 120, "--ctx", 64, "--vram-budget", "950KiB")
+ARGV = ("evaluate", "--text", HELDOUT, "--tokens", 120, "--ctx", 64, "--vram-budget", "700KiB")
 
 
 def test_every_sparsity_has_its_row(command, model):

@@ -41,7 +41,7 @@ def opened(folder: Path, share: int = 50, **settings) -> Generator[Engine]:
 
 
 def decode(parts: Parts, tokens: np.ndarray, prompt: int, at_step=lambda step: None) -> np.ndarray:
-    """tokens [T, B], of which the first `prompt` are prefilled, the others given one by one -> logits [T - prompt, B, V]."""
+    """Of tokens [T, B] the first `prompt` are prefilled, the others given one by one -> logits [T - prompt, B, V]."""
     parts.reset_counters()
     for row, ids in enumerate(tokens[:prompt].T):
         parts.stepper.prefill(row, ids.tolist(), lambda done, total: None)

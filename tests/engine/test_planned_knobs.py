@@ -33,7 +33,7 @@ PLANNER = {
     "swap_rule": "gain",
 }
 # What predictors, programs or the runner read, too.
-OPENING = {"theta": 0.2, "density": 0.3, "lead": 2, "skip_lead": 1}
+OPENING = {"theta": 0.4, "density": 0.3, "lead": 2, "skip_lead": 1}
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +98,10 @@ def test_a_layer_without_scores_of_its_lead_skips_all_the_same(models, monkeypat
         with opened(models["relu"], **PREDICTED, set=knobs) as engine:
             kept = watch_plans(engine._parts, monkeypatch)
             engine.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True)
+            theta = int(engine._parts.plans.runner.wishes.theta)
         for layer in range(3):
             thetas = [plan[3] for plan in kept if plan[0] == layer]
-            assert thetas == [128] * NEW, (skip_lead, layer)
+            assert thetas == [theta] * NEW and theta > 0, (skip_lead, layer)
 
 
 @pytest.mark.xfail(reason="make_plans does not compile live_slots for every size of a pool")
@@ -139,7 +140,9 @@ def test_plans_need_threads(models, mode):
 
 
 def test_skipping_needs_a_predictor(models):
-    refused(models["relu"], UsageError, "--sparsity predicted needs a predictor", sparsity="predicted", predictor="none")
+    refused(
+        models["relu"], UsageError, "--sparsity predicted needs a predictor", sparsity="predicted", predictor="none"
+    )
     refused(models["relu"], UsageError, "--predictor mlp needs trained predictors", predictor="mlp")
     refused(models["silu"], UsageError, "--sparsity exact needs true zeros, which silu has not", sparsity="exact")
 
