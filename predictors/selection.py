@@ -49,11 +49,13 @@ def choose(
 def default_forms(shape: Shape, kinds: Sequence[str] = ("gate", "mlp")) -> tuple[Form, ...]:
     """What is worth trying: gates of 1, 2 and 4 bits, the first two also with a corrector, an mlp of 4-bit bytes.
 
-    Corrector rank D / 40, at least 16: a few percent of the gate's bytes.
+    Corrector rank D / 40, at least 16: a few percent of the gate's bytes. For silu, where what is missed is not
+    near zero, measurements ask for 4 bits: so 2 and 4, and the corrector with 4.
     """
     rank = max(16, shape.hidden // 40 // 8 * 8)
-    gates = [Form(kind="gate", bits=bits) for bits in (1, 2, 4)]
-    gates += [Form(kind="gate", bits=bits, rank=rank) for bits in (1, 2)]
+    silu = shape.activation.kind == "silu"
+    gates = [Form(kind="gate", bits=bits) for bits in ((2, 4) if silu else (1, 2, 4))]
+    gates += [Form(kind="gate", bits=bits, rank=rank) for bits in ((4,) if silu else (1, 2))]
     found = gates if "gate" in kinds else []
     if "mlp" in kinds:
         found.append(Form(kind="mlp", rank=mlp_rank(shape, 4)))

@@ -47,11 +47,7 @@ class Parts:
     prepared: Prepared
     tokenizer: Tokenizer | None
     known: npt.NDArray[np.bool_] | None  # [V] ids that the tokenizer has; a table may hold more rows
-    store: HostStore
-    pool: DevicePool
-    cold: ColdSide
     runner: ThreadsRunner | TokenRunner | PlannedRunner
-    layers: ThreadsRunner  # the same, or what the other prefills with
     loaded: Loaded
     plans: Plans | None  # where decoding goes by plans
     fingerprint: str  # of the weights
@@ -61,6 +57,23 @@ class Parts:
     progress: Callable[[str, int, int], None]
     lanes: Lanes | None = None  # where a timeline is written
     recorder: Recorder | None = None  # where a trace is recorded
+
+    @property
+    def store(self) -> HostStore:
+        return self.loaded.store
+
+    @property
+    def pool(self) -> DevicePool:
+        return self.loaded.pool
+
+    @property
+    def cold(self) -> ColdSide:
+        return self.loaded.cold
+
+    @property
+    def layers(self) -> ThreadsRunner:
+        """The runner itself, or what that prefills with."""
+        return self.loaded.layers
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary: XLA would clamp what is out of range."""
@@ -225,11 +238,7 @@ def load_parts(
         prepared=prepared,
         tokenizer=tokenizer,
         known=None if tokenizer is None else tokenizer.known_ids(spec.vocab),
-        store=store,
-        pool=pool,
-        cold=cold,
         runner=runner,
-        layers=layers,
         loaded=machine,
         plans=plans,
         fingerprint=fingerprint,

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_a_planned_engine_shows_its_three_lanes(models):
         assert sum(name == f"cold {layer}" for _, name, _, _ in spans_of(timeline, "host")) <= NEW
     assert shown.count("head") == NEW and shown[-1] == "head"
     device, copy = spans_of(timeline, "device"), spans_of(timeline, "copy")
-    assert all(first[3] <= second[2] for first, second in zip(device, device[1:], strict=False))
+    assert all(first[3] <= second[2] for first, second in pairwise(device))
     assert all(begin <= end for _, _, begin, end in timeline.spans())
     assert {name.split()[0] for _, name, _, _ in copy} == {"gather", "transfer"}
 
