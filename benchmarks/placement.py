@@ -1,7 +1,9 @@
 """What each neuron policy is worth: the share of live neurons it finds on the device, on a real model's traces.
 
     python -m benchmarks.placement --model tiny-relullama --documents 16
+    python -m benchmarks.placement --model /tmp/synth-1.1b --ids topics:160 --documents 6 --trace /tmp/synth.npz
     python -m benchmarks.placement --pools 0.4 --windows 0.5 --set swap_rule=gain --set ranking=flag
+    python -m benchmarks.placement --table docs/placement.md --synthetic /tmp/synth-1.1b
 
 Live sets come from running the model over held-out text; frequencies, calibration and residuals from other text. A
 document is a prompt, whose live counts seed the frequencies, and decoded tokens. The planner that drives the engine
@@ -14,179 +16,110 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
 from benchmarks.bandwidth import machine
-from benchmarks.placement_trace import Trace, record
-from dynajax.checkpoint import resolve_model
+from benchmarks.placement_replay import COSTS_13B, bound, place, replay
+from benchmarks.placement_table import CASES, Case, page
+from benchmarks.placement_trace import Trace, documents, made_up, record
+from dynajax.checkpoint import read_spec, resolve_model
 from dynajax.config import NeuronPolicy, PolicyConfig, policy_from_settings
-from dynajax.plan import LayerPlan, Placement
-from dynajax.policy.costs import Costs
-from dynajax.policy.placement import place_static
-from dynajax.policy.planner import NeuronPlanner
+from dynajax.errors import ModelError, UsageError
 
 HELDOUT = Path(__file__).parents[1] / "tests" / "data" / "heldout"
-POLICIES: tuple[NeuronPolicy, ...] = ("static", "lru", "micro", "macro", "macro+micro", "dynamic")
-DYNAMIC = POLICIES[1:]
-# ReluLLaMA-13B at 16 bit on an RTX 4090 with PCIe 4.0: derived from published bandwidths, not measured.
-UNITS_13B = 13824
-COSTS_13B = Costs(t0_s=2e-5, t_gather_s=7e-7, t_trans_s=1.4e-6, t_gpu_s=5e-8, t_cpu_s=7e-7, t_sync_s=1e-4)
+DYNAMIC: tuple[NeuronPolicy, ...] = ("lru", "micro", "macro", "macro+micro", "dynamic")
 
 
-@dataclass(slots=True)
-class Tally:
-    """Sums over the steps of layers >= 1."""
+def measure(trace: Trace, args: argparse.Namespace, config: PolicyConfig) -> Iterable[dict]:
+    """A row for each pool, policy and window.
 
-    live: int = 0
-    hot: int = 0  # live and on the device
-    skipped: int = 0  # live and below its threshold
-    computed: int = 0
-    moved: int = 0
-    steps: int = 0
-    ffn_s: float = 0.0  # by the cost model
-    move_s: float = 0.0  # the same, hidden behind compute or not
-
-    def figures(self) -> dict[str, float]:
-        return {
-            "hot_share": round(self.hot / self.live, 4),
-            "missed": round(self.skipped / self.live, 4),
-            "computed_per_live": round(self.computed / self.live, 3),
-            "moved_per_step": round(self.moved / self.steps, 2),
-            "ffn_us": round(1e6 * self.ffn_s / self.steps, 1),
-            "move_us": round(1e6 * self.move_s / self.steps, 1),
-        }
-
-
-def costs_of(units: int) -> Costs:
-    """A layer as heavy as one of the 13B model: each neuron stands for 13824 / F of them."""
-    scaled = {
-        f"t_{name}_s": getattr(COSTS_13B, f"t_{name}_s") * UNITS_13B / units
-        for name in ("gather", "trans", "gpu", "cpu")
-    }
-    return replace(COSTS_13B, **scaled)
-
-
-def place(trace: Trace, pool: float, budgets: str) -> Placement:
-    """`static`: as the engine does it, by frequency over all layers; `equal`: the same share of every layer."""
-    layers, units = trace.frequency.shape
-    if budgets == "static":
-        return place_static(trace.frequency, 1, int(pool * layers * units))
-    order = np.argsort(-trace.frequency, axis=1, kind="stable")[:, : round(pool * units)]
-    return Placement(tuple(np.sort(row).astype(np.int32) for row in order), units)
-
-
-def replay(
-    trace: Trace, placement: Placement, policy: NeuronPolicy, window: float, prompt: int, config: PolicyConfig
-) -> Tally:
-    """All documents one after the other; pools go on as they are, frequencies start anew from the document's prompt."""
-    planner = NeuronPlanner(placement, trace.frequency, policy, config, trace.mass)
-    allowed = [int(window * row.sum()) for row in trace.frequency]
-    costs, tally = costs_of(placement.units), Tally()
-    for document, scores in zip(trace.live, trace.score, strict=True):
-        planner.start_sequence(document[:prompt].sum(axis=0), prompt)
-        for live, score in zip(document[prompt:], scores[prompt:], strict=True):
-            for layer in range(1, len(live)):
-                plan = planner.plan(layer, score[layer], allowed[layer], costs)
-                planner.applied(layer, plan)
-                tally.ffn_s += costs.layer_s(plan.n_gpu, plan.n_cpu)
-                tally.move_s += bool(len(plan.units)) * costs.t0_s
-                tally.move_s += len(plan.units) * (costs.t_gather_s + costs.t_trans_s)
-                count(tally, live[layer], score[layer], plan, planner.bucket(layer))
-                planner.observe(layer, live[layer])
-    planner.check()
-    return tally
-
-
-def count(tally: Tally, live: np.ndarray, score: np.ndarray, plan: LayerPlan, bucket: np.ndarray) -> None:
-    """One layer's step."""
-    threshold = np.full(len(live), plan.theta_c, np.uint8)
-    threshold[bucket] = plan.theta_g
-    tally.live += int(np.count_nonzero(live))
-    tally.hot += int(np.count_nonzero(live[bucket]))
-    tally.skipped += int(np.count_nonzero(live & (score < threshold)))
-    tally.computed += plan.n_gpu + plan.n_cpu
-    tally.moved += len(plan.units)
-    tally.steps += 1
-
-
-def bound(trace: Trace, placement: Placement, prompt: int) -> float:
-    """hot_share with unlimited swaps and perfect foresight."""
-    live = trace.live[:, prompt:, 1:].sum(axis=3)
-    return float(np.minimum(live, placement.slots[1:]).sum() / live.sum())
-
-
-def table(trace: Trace, args: argparse.Namespace, config: PolicyConfig) -> list[dict]:
-    """Print a block for each pool; -> its figures."""
-    rows = []
+    `static` is the better of its two placements: its own, by frequency over all layers, and the equal slots of the
+    policies that move neurons. `gap_closed` is the share of the way from there to the bound.
+    """
     for pool in args.pools:
-        placement = place(trace, pool, args.budgets)
-        limit = bound(trace, placement, args.prompt)
-        static = replay(trace, placement, "static", 0.0, args.prompt, config).figures()
-        rows.append({"pool": pool, "policy": "bound", "hot_share": round(limit, 4)})
-        rows.append({"pool": pool, "policy": "static", **static})
-        print(f"\npool {pool:.0%} (slots {placement.slots}): static {static['hot_share']:.3f}, bound {limit:.3f}")
-        print(f"{'hot_share':>12}" + "".join(f"{f'{w:.2f} x live':>14}" for w in args.windows))
+        start = place(trace, pool, args.budgets)
+        limit = max(bound(trace, place(trace, pool, kind), args.prompt) for kind in ("static", args.budgets))
+        stills = [
+            replay(trace, place(trace, pool, kind), "static", 0.0, args.prompt, config).figures()
+            for kind in ("static", args.budgets)
+        ]
+        still = max(stills, key=lambda figures: figures["hot_share"])
+        yield {"pool": pool, "policy": "bound", "hot_share": round(limit, 4), "slots": start.slots}
+        yield {"pool": pool, "policy": "static", **still}
         for policy in args.policies:
-            found = [replay(trace, placement, policy, window, args.prompt, config).figures() for window in args.windows]
-            rows += [
-                {"pool": pool, "policy": policy, "window": w, **f} for w, f in zip(args.windows, found, strict=True)
-            ]
-            print(f"{policy:>12}" + "".join(f"{f['hot_share']:14.3f}" for f in found))
-            print(f"{'gap closed':>12}" + "".join(f"{_closed(f, static, limit):14.2f}" for f in found))
-            print(f"{'moved':>12}" + "".join(f"{f['moved_per_step']:14.1f}" for f in found))
-            print(
-                f"{'FFN + move us':>12}" + "".join(f"{f['ffn_us']:8.0f}+{f['move_us']:<4.0f}" for f in found),
-                flush=True,
-            )
-    return rows
+            for window in args.windows:
+                found = replay(trace, start, policy, window, args.prompt, config).figures()
+                closed = (found["hot_share"] - still["hot_share"]) / max(limit - still["hot_share"], 1e-9)
+                yield {"pool": pool, "policy": policy, "window": window, **found, "gap_closed": round(closed, 3)}
 
 
-def _closed(figures: dict[str, float], static: dict[str, float], limit: float) -> float:
-    return (figures["hot_share"] - static["hot_share"]) / max(limit - static["hot_share"], 1e-9)
+def show(rows: Iterable[dict]) -> list[dict]:
+    """Print them as they come."""
+    kept = []
+    print(f"{'pool':>5} {'policy':>12} window  hot_share  gap closed  moved  max(t_g, t_c) + moves  Err of it  missed")
+    for row in rows:
+        kept.append(row)
+        line = f"{row['pool']:5.0%} {row['policy']:>12} {row.get('window', 0):6.2f}  {row['hot_share']:9.3f}"
+        if "ffn_us" in row:
+            line += f"  {row.get('gap_closed', 0):10.2f} {row['moved_per_step']:6.1f}"
+            line += f"  {row['ffn_us']:8.0f} + {row['move_us']:5.0f} us  {row['err']:13.4f}  {row['missed']:6.3f}"
+        print(line, flush=True)
+    return kept
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-relullama")
     parser.add_argument("--text", type=Path, default=HELDOUT, help="folder of .txt files")
-    parser.add_argument("--documents", type=int, default=16)
+    parser.add_argument("--ids", help="topics:N, topic:N, random:N or a .npy file instead of text")
+    parser.add_argument("--documents", type=int, default=16, help="that are measured")
+    parser.add_argument("--statistics", type=int, help="documents that give statistics; default: all, of ids 16")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a document that are its prompt")
+    parser.add_argument("--bits", type=int, default=1, choices=[1, 2, 4, 8], help="of the gates that predict")
+    parser.add_argument("--density", type=float, default=0.5, help="live share where no activation is zero")
     parser.add_argument("--pools", type=float, nargs="+", default=[0.2, 0.4, 0.6])
     parser.add_argument("--windows", type=float, nargs="+", default=[0.10, 0.25, 0.50])
     parser.add_argument("--policies", nargs="+", default=list(DYNAMIC), choices=get_args(NeuronPolicy))
-    parser.add_argument("--budgets", default="static", choices=["static", "equal"])
+    parser.add_argument("--budgets", default="equal", choices=["static", "equal"])
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--trace", type=Path, help="npz file to keep the trace in, read if it is there")
+    parser.add_argument("--table", type=Path, help="write this page: every model that is there, all policies")
+    parser.add_argument("--synthetic", type=Path, help="with --table: a folder of benchmarks.make_checkpoint")
+    parser.add_argument("--traces", type=Path, help="with --table: folder to keep the traces in, read if they are there")
     return parser.parse_args(argv)
 
 
-def load(args: argparse.Namespace) -> Trace:
+def sample(case: Case, folder: Path, text: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(test, other) documents of token ids."""
+    from dynajax.cli.prompts import prompt_ids
     from dynajax.training.tiny import heldout_sample
 
-    if args.trace and args.trace.exists():
-        with np.load(args.trace, allow_pickle=False) as kept:
+    if case.ids and case.ids.endswith(".npy"):
+        spec = read_spec(folder)
+        test, other = documents({"file": prompt_ids(case.ids, spec, 0)}, case.documents)
+    elif case.ids:
+        return made_up(case.ids, read_spec(folder), case.documents, case.statistics or 16)
+    else:
+        if not (folder / "tokenizer.json").exists():
+            raise SystemExit(f"{folder} has no tokenizer.json: give --ids topics:160")
+        test, other = documents(heldout_sample(text, folder / "tokenizer.json"), case.documents)
+    most = len(other) if case.statistics is None else min(case.statistics, len(other))
+    return test, other[np.linspace(0, len(other) - 1, most).astype(int)]
+
+
+def load(case: Case, text: Path, keep: Path | None) -> Trace:
+    """The case's trace, from the file `keep` if it is there, written to it if not."""
+    if keep and keep.exists():
+        with np.load(keep, allow_pickle=False) as kept:
             return Trace(**{name: kept[name] for name in ("live", "score", "frequency", "mass")})
-    folder = resolve_model(args.model)
-    trace = record(folder, heldout_sample(args.text, folder / "tokenizer.json"), args.documents)
-    if args.trace:
-        np.savez(args.trace, live=trace.live, score=trace.score, frequency=trace.frequency, mass=trace.mass)
+    folder = resolve_model(case.model)
+    trace = record(folder, *sample(case, folder, text), case.bits, case.density)
+    if keep:
+        keep.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(keep, live=trace.live, score=trace.score, frequency=trace.frequency, mass=trace.mass)
     return trace
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
-    config = policy_from_settings(["swap_rule=paper", *args.set])
-    trace = load(args)
-    print(f"{args.model}: {trace.live.shape[0]} documents x {trace.live.shape[1]} tokens, live shares", end=" ")
-    print(*(f"{share:.3f}" for share in trace.live.mean(axis=(0, 1, 3))))
-    rows = table(trace, args, config)
-    print(json.dumps({"machine": machine(), "config": asdict(config), "costs": asdict(COSTS_13B), "rows": rows}))
-
-
-if __name__ == "__main__":
-    main()

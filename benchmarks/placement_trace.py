@@ -1,8 +1,8 @@
-"""Live sets and lead-1 scores of a model over text: what `placement.py` replays."""
+"""Live sets and lead-1 scores of a model over text, or over made-up ids: what `placement.py` replays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -14,7 +14,10 @@ import numpy.typing as npt
 from flax import nnx
 
 from benchmarks.layers import Layers, layers_of
+from benchmarks.make_checkpoint import topic_ids
 from dynajax.checkpoint import Checkpoint
+from dynajax.cli.prompts import prompt_ids
+from dynajax.config import ModelSpec
 from dynajax.models.decoder import Decoder
 from dynajax.testing import load_decoder
 from predictors.calibration import top_mask
@@ -22,6 +25,7 @@ from predictors.forms import Form, Shape
 from predictors.gate import GateSource, gate_params, gate_scores
 
 TOKENS = 256  # a document of text
+OTHER_SEEDS = 1000  # where the seeds of documents for statistics start
 BATCH_TOKENS = 2048  # in one forward
 PULL = 5.0  # tokens that a neuron's own calibration curve has to outweigh
 NEWTON_STEPS = 10
@@ -59,8 +63,21 @@ def documents(ids: Mapping[str, npt.NDArray[np.integer]], count: int) -> tuple[n
     return np.stack([odd[i] for i in chosen]).astype(np.int32), np.stack(even).astype(np.int32)
 
 
-def record(folder: Path, test: npt.NDArray, other: npt.NDArray, bits: int, density: float) -> Trace:
-    """Run the model over both; residual, calibration and frequencies come from `other`.
+def made_up(source: str, spec: ModelSpec, count: int, others: int) -> tuple[npt.NDArray, npt.NDArray]:
+    """(test, other) of `count` and `others` documents: `topics:N` and `random:N` as `--prompt-ids` makes them, with
+    other seeds; `topic:N` keeps to one topic a document, as the tokens do that synthetic weights are calibrated with.
+    """
+    seeds = range(count), range(OTHER_SEEDS, OTHER_SEEDS + others)
+    if source.startswith("topic:"):
+        tokens = int(source.removeprefix("topic:"))
+        draws = [[topic_ids(np.random.default_rng(seed), 1, tokens, spec.vocab)[0] for seed in half] for half in seeds]
+    else:
+        draws = [[prompt_ids(source, spec, seed) for seed in half] for half in seeds]
+    return np.stack(draws[0]).astype(np.int32), np.stack(draws[1]).astype(np.int32)
+
+
+def record(folder: Path, test: npt.NDArray, other: npt.NDArray, bits: Sequence[int], density: float) -> list[Trace]:
+    """Run the model over both; residual, calibration and frequencies come from `other`. A trace for each of `bits`.
 
     density: the share of a layer's neurons that counts as live where the activation has no zeros, those with the
     largest |act| x |down row|. bits: of the gates that predict.
@@ -72,15 +89,25 @@ def record(folder: Path, test: npt.NDArray, other: npt.NDArray, bits: int, densi
     seen = see(run, sources, other, share)
     residual = [np.zeros(model.spec.hidden, np.float32)]
     residual += [(b - a).mean(axis=(0, 1)) for a, b in pairwise(seen.streams)]
-    predict = predictor(Shape.of(model.spec), sources, residual, bits)
-    curves = [calibrate(predict(i, seen.streams[i - 1]), seen.live[i]) for i in range(1, model.spec.layers)]
+    predicts = [predictor(Shape.of(model.spec), sources, residual, count) for count in bits]
+    curves = [
+        [calibrate(predict(i, seen.streams[i - 1]), seen.live[i]) for i in range(1, model.spec.layers)]
+        for predict in predicts
+    ]
     frequency = np.stack([part.mean(axis=(0, 1), dtype=np.float32) for part in seen.live])
     mass, seen = seen.mass, see(run, sources, test, share)
     live = np.stack(seen.live, axis=2)
-    score = np.zeros(live.shape, np.uint8)
+    scores = [score(predict, curve, seen.streams) for predict, curve in zip(predicts, curves, strict=True)]
+    return [Trace(live, values, frequency, mass) for values in scores]
+
+
+def score(predict: Predict, curves: list[tuple[F32, F32]], streams: list[F32]) -> npt.NDArray[np.uint8]:
+    """[docs, T, L, F] from the streams of all layers and the curves of layers >= 1."""
+    found = []
     for i, (slope, shift) in enumerate(curves, start=1):
-        score[:, :, i] = np.rint(255 / (1 + np.exp(-(slope * predict(i, seen.streams[i - 1]) + shift))))
-    return Trace(live, score, frequency, mass)
+        p = 1 / (1 + np.exp(-(slope * predict(i, streams[i - 1]) + shift)))
+        found.append(np.rint(255 * p).astype(np.uint8))
+    return np.stack([np.zeros_like(found[0]), *found], axis=2)
 
 
 def source_of(model: Decoder, layer: int) -> GateSource:

@@ -45,7 +45,7 @@ class Settings:
     warmup: int = 50
     decay: float = 0.01
     balance: float = 0.005
-    goal: float = 0.95  # recall at 1.6 x density that `selection.choose` is content with
+    goal: float = 0.95  # recall at 1.6 x density (silu: 1.0) that `selection.choose` is content with
 
     def __post_init__(self) -> None:
         for name in ("tokens", "samples", "batch", "passes", "span"):

@@ -323,12 +323,13 @@ class Trainer:
         Trains on what is left in the buffer first. budget_bytes: of all chosen predictors on the device.
         """
         self.finish()
+        factor = "1.0" if self.shape.activation.kind == "silu" else "1.6"  # silu: the wanted share and no more
         places: dict[Any, dict[Form, Measured]] = {}
         for one in self.metrics(dtype):
             places.setdefault((one.entry.lead, one.entry.layer), {})[one.entry.form] = one
         options = {
             place: [
-                Candidate(form=form, bytes=one.bytes, recall=(one.entry.metrics or {})["recall"]["1.6"])
+                Candidate(form=form, bytes=one.bytes, recall=(one.entry.metrics or {})["recall"][factor])
                 for form, one in forms.items()
             ]
             for place, forms in places.items()

@@ -54,8 +54,9 @@ HC_API int64_t hc_matmul(void* pool, const float* x, int64_t tokens, const void*
                          int32_t dtype, int32_t sum_rows, float* y);
 
 // Products with all rows of a packed matrix: y[tokens, rows] = x[tokens, width] . rows. codes: uint8
-// [rows, groups * 4 * bits]; scales: float16 [rows, groups]; bits 1, 2, 4 or 8. A group is 32 columns, see src/lowbit.h;
-// width is at most that of all groups, and columns behind it count for nothing. pool and result as in hc_matmul.
+// [rows, groups * 4 * bits]; scales: float16 [rows, groups]; bits 1, 2, 4 or 8. A group is 32 columns, see
+// src/lowbit.h; width is at most that of all groups, and columns behind it count for nothing. pool and result as in
+// hc_matmul.
 HC_API int64_t hc_lowbit(void* pool, const float* x, int64_t tokens, int64_t width, const uint8_t* codes,
                          const uint16_t* scales, int64_t rows, int64_t groups, int32_t bits, float* y);
 

@@ -45,25 +45,19 @@ struct Simd {
   }
   static reg nibble(ints words) { return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(0xf))); }
   static reg byte(ints words) { return _mm256_cvtepi32_ps(words); }
+  static reg quads(const float* from, int64_t stride) {
+    const reg low = _mm256_castps128_ps256(_mm_loadu_ps(from));
+    return _mm256_insertf128_ps(low, _mm_loadu_ps(from + 4 * stride), 1);
+  }
   static void transpose(reg* rows) {
-    reg pairs[width];
-    for (int i = 0; i < width; i += 2) {
-      pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
-      pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
-    }
-    reg fours[width];  // [i + c]: of four rows from i on, the columns c and c + 4
-    for (int i = 0; i < width; i += 4) {
-      for (int c = 0; c < 4; c += 2) {
-        const __m256d first = _mm256_castps_pd(pairs[i + c / 2]);
-        const __m256d second = _mm256_castps_pd(pairs[i + c / 2 + 2]);
-        fours[i + c] = _mm256_castpd_ps(_mm256_unpacklo_pd(first, second));
-        fours[i + c + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(first, second));
-      }
-    }
-    for (int c = 0; c < 4; ++c) {
-      rows[c] = _mm256_permute2f128_ps(fours[c], fours[c + 4], 0x20);
-      rows[c + 4] = _mm256_permute2f128_ps(fours[c], fours[c + 4], 0x31);
-    }
+    const reg low01 = _mm256_unpacklo_ps(rows[0], rows[1]);
+    const reg low23 = _mm256_unpacklo_ps(rows[2], rows[3]);
+    const reg high01 = _mm256_unpackhi_ps(rows[0], rows[1]);
+    const reg high23 = _mm256_unpackhi_ps(rows[2], rows[3]);
+    rows[0] = _mm256_shuffle_ps(low01, low23, 0x44);
+    rows[1] = _mm256_shuffle_ps(low01, low23, 0xee);
+    rows[2] = _mm256_shuffle_ps(high01, high23, 0x44);
+    rows[3] = _mm256_shuffle_ps(high01, high23, 0xee);
   }
   static void stream_line(void* to, const void* from) {
     __m256i* target = static_cast<__m256i*>(to);

@@ -42,31 +42,21 @@ struct Simd {
     return _mm512_permutexvar_ps(words, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   }
   static reg byte(ints words) { return _mm512_cvtepi32_ps(words); }
+  static reg quads(const float* from, int64_t stride) {
+    reg result = _mm512_castps128_ps512(_mm_loadu_ps(from));
+    result = _mm512_insertf32x4(result, _mm_loadu_ps(from + 4 * stride), 1);
+    result = _mm512_insertf32x4(result, _mm_loadu_ps(from + 8 * stride), 2);
+    return _mm512_insertf32x4(result, _mm_loadu_ps(from + 12 * stride), 3);
+  }
   static void transpose(reg* rows) {
-    reg pairs[width];
-    for (int i = 0; i < width; i += 2) {
-      pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
-      pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
-    }
-    reg fours[width];  // [i + c]: of four rows from i on, the columns c, c + 4, c + 8 and c + 12
-    for (int i = 0; i < width; i += 4) {
-      for (int c = 0; c < 4; c += 2) {
-        const __m512d first = _mm512_castps_pd(pairs[i + c / 2]);
-        const __m512d second = _mm512_castps_pd(pairs[i + c / 2 + 2]);
-        fours[i + c] = _mm512_castpd_ps(_mm512_unpacklo_pd(first, second));
-        fours[i + c + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(first, second));
-      }
-    }
-    for (int c = 0; c < 4; ++c) {
-      const reg even_low = _mm512_shuffle_f32x4(fours[c], fours[c + 4], 0x88);
-      const reg even_high = _mm512_shuffle_f32x4(fours[c + 8], fours[c + 12], 0x88);
-      const reg odd_low = _mm512_shuffle_f32x4(fours[c], fours[c + 4], 0xdd);
-      const reg odd_high = _mm512_shuffle_f32x4(fours[c + 8], fours[c + 12], 0xdd);
-      rows[c] = _mm512_shuffle_f32x4(even_low, even_high, 0x88);
-      rows[c + 4] = _mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
-      rows[c + 8] = _mm512_shuffle_f32x4(even_low, even_high, 0xdd);
-      rows[c + 12] = _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
-    }
+    const reg low01 = _mm512_unpacklo_ps(rows[0], rows[1]);
+    const reg low23 = _mm512_unpacklo_ps(rows[2], rows[3]);
+    const reg high01 = _mm512_unpackhi_ps(rows[0], rows[1]);
+    const reg high23 = _mm512_unpackhi_ps(rows[2], rows[3]);
+    rows[0] = _mm512_shuffle_ps(low01, low23, 0x44);
+    rows[1] = _mm512_shuffle_ps(low01, low23, 0xee);
+    rows[2] = _mm512_shuffle_ps(high01, high23, 0x44);
+    rows[3] = _mm512_shuffle_ps(high01, high23, 0xee);
   }
   static void stream_line(void* to, const void* from) {
     _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));

@@ -50,6 +50,7 @@ struct Simd {
   }
   static reg nibble(ints words) { return __builtin_convertvector(words & 0xf, reg); }
   static reg byte(ints words) { return __builtin_convertvector(words, reg); }
+  static reg quads(const float* from, int64_t) { return load(from); }
   static void transpose(reg* rows) {
     const reg copy[width] = {rows[0], rows[1], rows[2], rows[3]};
     for (int i = 0; i < width; ++i) rows[i] = reg{copy[0][i], copy[1][i], copy[2][i], copy[3][i]};

@@ -2,16 +2,16 @@
 //
 // Simd has for them: ints (words of 32 bits, as many as a reg has lanes), words(reg), the same bits; widen(bytes), a
 // word for each; shift(ints), to the right by four bits; lookup(table, index): of 16 floats the one that the lowest
-// four bits name; nibble and byte: the lowest four or eight bits as a float; transpose(reg[width]).
+// four bits name; nibble and byte: the lowest four or eight bits as a float; quads(from, stride): four floats of each
+// fourth row, side by side; transpose(reg[4]), each quad with its like.
 
 namespace {
 
-// What is read next: fetched bit by bit, as one step after the other reads as much of this panel.
+// What is read next: each step fetches as much of it as it reads of this panel.
 class NextPanel {
  public:
-  NextPanel(const void* next, int64_t bytes) : at_(static_cast<const char*>(next)), end_(at_ + bytes) {
-    if (next == nullptr) end_ = at_;
-  }
+  NextPanel(const void* next, int64_t bytes)
+      : at_(static_cast<const char*>(next)), end_(next == nullptr ? at_ : at_ + bytes) {}
 
   // Inlined by force, see `Ahead`.
   __attribute__((always_inline)) void fetch(int64_t bytes) {
@@ -34,11 +34,26 @@ Simd::reg load_some(const Value* from, int64_t count) {
   return Simd::load(part);
 }
 
+constexpr bool is_float(const float*) { return true; }
+constexpr bool is_float(const Half*) { return false; }
+
 // `count` values of each of Simd::width rows, `stride` apart, as one reg a value; rows from the last one on repeat it.
 template <typename Value>
 void load_transposed(const Value* from, int64_t stride, int64_t rows, int64_t count, Simd::reg* to) {
-  for (int r = 0; r < Simd::width; ++r) to[r] = load_some(from + (r < rows ? r : rows - 1) * stride, count);
-  Simd::transpose(to);
+  constexpr int lanes = Simd::width;
+  float square[lanes * lanes];
+  const float* source = square;
+  if (is_float(from) && rows >= lanes && count >= lanes) {
+    source = reinterpret_cast<const float*>(from);
+  } else {
+    for (int r = 0; r < lanes; ++r)
+      Simd::store(square + r * lanes, load_some(from + (r < rows ? r : rows - 1) * stride, count));
+    stride = lanes;
+  }
+  for (int column = 0; column < lanes; column += 4) {
+    for (int r = 0; r < 4; ++r) to[column + r] = Simd::quads(source + column + r * stride, stride);
+    Simd::transpose(to + column);
+  }
 }
 
 // 1 and 2 bits: the rows lie side by side in the lanes, so that one table serves them all, and four bits of the codes

@@ -111,7 +111,7 @@ def test_stop_during_a_prompt_ends_between_its_layers(models, monkeypatch, mode)
     seen = []
     settings = {"ctx": 256, "host_mode": mode, "progress": lambda *args: seen.append(args)}
     with Engine.from_pretrained(str(models["relu"]), **settings) as engine:
-        attend, calls = ThreadsRunner._attend_chunk, []
+        attend, calls = ThreadsRunner.attend_chunk, []
 
         def stopping(self, state, layer, *args):
             calls.append(layer)
@@ -119,7 +119,7 @@ def test_stop_during_a_prompt_ends_between_its_layers(models, monkeypatch, mode)
                 engine.stop()
             return attend(self, state, layer, *args)
 
-        monkeypatch.setattr(ThreadsRunner, "_attend_chunk", stopping)
+        monkeypatch.setattr(ThreadsRunner, "attend_chunk", stopping)
         result = engine.generate([PROMPT[0]] * 8, max_new_tokens=5)
         assert set(calls) == {0}
         assert (result.token_ids, result.finish_reason) == ((), "cancelled")
