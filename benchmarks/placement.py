@@ -112,14 +112,69 @@ def sample(case: Case, folder: Path, text: Path) -> tuple[np.ndarray, np.ndarray
     return test, other[np.linspace(0, len(other) - 1, most).astype(int)]
 
 
-def load(case: Case, text: Path, keep: Path | None) -> Trace:
-    """The case's trace, from the file `keep` if it is there, written to it if not."""
+def load(case: Case, text: Path, keep: Path | None) -> dict[int, Trace]:
+    """A trace for each number of bits, from the file `keep` if it is there, written to it if not."""
     if keep and keep.exists():
         with np.load(keep, allow_pickle=False) as kept:
-            return Trace(**{name: kept[name] for name in ("live", "score", "frequency", "mass")})
+            common = [kept[name] for name in ("frequency", "mass")]
+            return {bits: Trace(kept["live"], kept[f"score{bits}"], *common) for bits in case.bits}
     folder = resolve_model(case.model)
-    trace = record(folder, *sample(case, folder, text), case.bits, case.density)
+    traces = record(folder, *sample(case, folder, text), case.bits, case.density)
     if keep:
         keep.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(keep, live=trace.live, score=trace.score, frequency=trace.frequency, mass=trace.mass)
-    return trace
+        scores = {f"score{bits}": trace.score for bits, trace in traces.items()}
+        one = next(iter(traces.values()))
+        np.savez(keep, allow_pickle=False, live=one.live, frequency=one.frequency, mass=one.mass, **scores)
+    return traces
+
+
+def facts(case: Case, trace: Trace, prompt: int) -> str:
+    shape, active = trace.live.shape, trace.live.mean(axis=(0, 1, 3))[1:]
+    return (
+        f"{shape[0]} documents of {shape[1]} tokens, {prompt} of them the prompt, {case.ids or 'text'}; {shape[2]} layers "
+        f"of {shape[3]} neurons, {active.min():.3f} to {active.max():.3f} of them live in layers >= 1."
+    )
+
+
+def run_case(case: Case, args: argparse.Namespace, keep: Path | None) -> list[dict]:
+    """What each number of bits gives, with the facts of the case."""
+    measured = []
+    for bits, trace in load(case, args.text, keep).items():
+        config = policy_from_settings(["swap_rule=paper", *args.set])
+        if case.density is not None:
+            config = replace(config, density=case.density)
+        about = facts(case, trace, args.prompt)
+        print(f"\n{case.name}, {bits}-bit gates: {about}")
+        rows = show(measure(trace, args, config))
+        told = {"name": case.name, "bits": bits, "facts": about, "claims": claims(rows), "rows": rows}
+        print(*(f"{claim}: {'holds' if holds else 'FAILS'}" for claim, holds in told["claims"].items()), sep=", ")
+        measured.append(told)
+    return measured
+
+
+def chosen(args: argparse.Namespace) -> list[Case]:
+    """One case, or with --table all of those whose models are there."""
+    if args.table is None:
+        kinds = {"ids": args.ids, "documents": args.documents, "statistics": args.statistics, "bits": (args.bits,)}
+        return [Case(name=args.model, model=args.model, density=args.density, **kinds)]
+    try:
+        there = resolve_model(SMOLLM2, offline=True).is_dir()
+    except (ModelError, UsageError):
+        there = False
+    return cases(None if args.synthetic is None else str(args.synthetic), smollm2=there)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    measured = []
+    for i, case in enumerate(chosen(args)):
+        keep = args.trace if args.table is None else args.traces and args.traces / f"{i}-{case.model}.npz"
+        measured += run_case(case, args, keep)
+    if args.table:
+        args.table.write_text(page(measured), encoding="utf-8")
+    constants = {"config": asdict(policy_from_settings(["swap_rule=paper", *args.set])), "costs": asdict(COSTS_13B)}
+    print(json.dumps({"machine": machine(), **constants, "cases": measured}))
+
+
+if __name__ == "__main__":
+    main()

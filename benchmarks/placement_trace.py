@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
@@ -168,26 +169,28 @@ def calibrate(z: F32, live: Bools) -> tuple[F32, F32]:
     One curve for the layer first, from a share of the sample; then one for each neuron, drawn towards it.
     """
     z, live = z.reshape(-1, z.shape[-1]), live.reshape(-1, live.shape[-1])
-    centre = z.mean()
-    z = z - centre
-    some = slice(0, None, 16)
-    start = np.array([1 / z.std()]), np.array([-1.0])
-    shared = _logistic(z[some].reshape(-1, 1), live[some].reshape(-1, 1), start, 0.0)
-    slope, shift = _logistic(z, live, shared, PULL)
-    return slope, shift - slope * centre
+    centre, scale = z.mean(), 1 / z.std()
+    unit, some = (z - centre) * scale, slice(0, None, 16)
+    shared = _logistic(unit[some].reshape(-1, 1), live[some].reshape(-1, 1), np.array([1.0, -1.0], np.float32), 0.0)
+    slope, shift = np.asarray(_logistic(unit, live, shared[:, 0], PULL))
+    return slope * scale, shift - slope * scale * centre
 
 
-def _logistic(z: F32, live: Bools, start: tuple[npt.NDArray, npt.NDArray], pull: float) -> tuple[F32, F32]:
-    """Newton's method for every column of z [n, columns] at once; `pull` observations' worth of staying at `start`."""
-    columns, scale = z.shape[1], np.float32(start[0][0])
-    slope, shift = np.ones(columns), np.full(columns, float(start[1][0]))
-    z = z * scale  # so that a slope of 1 is where it starts
-    for _ in range(NEWTON_STEPS):
-        p = 1 / (1 + np.exp(-(slope.astype(np.float32) * z + shift.astype(np.float32))))
+@partial(jax.jit, static_argnames="pull")
+def _logistic(z: jax.Array, live: jax.Array, start: jax.Array, pull: float) -> jax.Array:
+    """Newton's method for every column of z [n, columns] at once -> (slopes, shifts) [2, columns].
+
+    `pull`: observations' worth of staying at `start`. Steps are cut, so that a column that separates stays finite.
+    """
+
+    def step(_: int, point: jax.Array) -> jax.Array:
+        p = jax.nn.sigmoid(point[0][None, :] * z + point[1][None, :])
         weight, missing = p * (1 - p), live - p
-        grad = (missing * z).sum(0) - pull * (slope - 1), missing.sum(0) - pull * (shift - float(start[1][0]))
+        pulled = pull * (point - start[:, None])
+        up, right = (missing * z).sum(0) - pulled[0], missing.sum(0) - pulled[1]
         aa, ab, bb = (weight * z * z).sum(0) + pull, (weight * z).sum(0), weight.sum(0) + pull
         det = aa * bb - ab * ab
-        slope = slope + np.clip((bb * grad[0] - ab * grad[1]) / det, -0.5, 0.5)
-        shift = shift + np.clip((aa * grad[1] - ab * grad[0]) / det, -1, 1)
-    return (slope * scale).astype(np.float32), shift.astype(np.float32)
+        moved = (bb * up - ab * right) / det, (aa * right - ab * up) / det
+        return point + jnp.stack([jnp.clip(moved[0], -0.5, 0.5), jnp.clip(moved[1], -1, 1)])
+
+    return jax.lax.fori_loop(0, NEWTON_STEPS, step, jnp.broadcast_to(start[:, None], (2, z.shape[1])))

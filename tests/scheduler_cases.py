@@ -1,6 +1,7 @@
 """A scheduler among fakes: a planner and a transfer that write down what they are asked, wait, fail or hang."""
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from types import SimpleNamespace
 
@@ -51,7 +52,7 @@ class Planner:
 
 
 class Mover:
-    """A transfer that moves nothing."""
+    """A transfer that moves nothing, which takes a moment: who does not wait for it comes too early."""
 
     count = 8
 
@@ -61,6 +62,7 @@ class Mover:
     def load(self, layer, units):
         if self.fault is not None:
             raise self.fault
+        time.sleep(2e-3)
         self.events.append(("load", layer, units.tolist()))
         return SimpleNamespace(gather_s=2e-3 * len(units), transfer_s=3e-3 * len(units) + 1e-6)
 

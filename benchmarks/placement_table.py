@@ -1,0 +1,113 @@
+"""Which models the page on placement measures, and the page itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is run over which documents."""
+
+    name: str
+    model: str
+    ids: str | None = None  # instead of text
+    documents: int = 16  # measured
+    statistics: int | None = None  # documents that give statistics; None: all there are, of ids 16
+    bits: Sequence[int] = (1, 4)  # of the gates that predict
+    density: float | None = None  # live share, where no activation is zero
+
+
+SMOLLM2 = "smollm2-135m"
+
+
+def cases(synthetic: str | None, *, smollm2: bool) -> list[Case]:
+    """Everything that is there."""
+    found = [Case(name="tiny-relullama", model="tiny-relullama")]
+    if synthetic is not None:
+        found += [
+            Case(name="synthetic 1.1B, changing topics", model=synthetic, ids="topics:160", documents=4),
+            Case(name="synthetic 1.1B, one topic a document", model=synthetic, ids="topic:160", documents=4),
+        ]
+    if smollm2:
+        found += [
+            Case(name=f"{SMOLLM2}, live = top {density:.0%}", model=SMOLLM2, documents=4, statistics=24, bits=(4,),
+                 density=density)
+            for density in (0.5, 0.25)
+        ]  # fmt: skip
+    return found
+
+
+def page(command: str, method: str, measured: Sequence[Row]) -> str:
+    """The Markdown page; `measured` has the facts and rows of a case and a number of bits each."""
+    parts = [f"# What placement is worth\n\nMade by `{command}`; nothing here is written by hand.\n\n{method}\n"]
+    for one in measured:
+        title = f"## {one['name']}, predicted by {one['bits']}-bit gates\n\n{one['facts']}\n"
+        parts += [title, hot_shares(one["rows"]), times(one["rows"])]
+    return "\n".join(parts)
+
+
+def hot_shares(rows: Sequence[Row]) -> str:
+    """hot_share by pool and policy, windows as columns, and the gap closed in percent."""
+    windows = list(dict.fromkeys(row["window"] for row in rows if "window" in row))
+    lines = [
+        "| pool | policy | " + " | ".join(f"{window:.2f}" for window in windows) + " | gap closed, % |",
+        "|---|---|" + "---|" * (len(windows) + 1),
+    ]
+    for pool, policy in dict.fromkeys((row["pool"], row["policy"]) for row in rows if row["policy"] != "dynamic"):
+        found = [row for row in rows if (row["pool"], row["policy"]) == (pool, policy)]
+        if policy in ("static", "bound"):
+            cells, closed = [f"{found[0]['hot_share']:.3f}"] * len(windows), "0" if policy == "static" else "100"
+        else:
+            cells = [f"{row['hot_share']:.3f}" for row in found]
+            closed = " / ".join(f"{100 * row['gap_closed']:.0f}" for row in found)
+        lines.append(f"| {pool:.0%} | {policy} | " + " | ".join(cells) + f" | {closed} |")
+    return "\n".join(lines) + "\n"
+
+
+def times(rows: Sequence[Row]) -> str:
+    """`dynamic` beside `macro+micro`: the cost model's time of a layer's FFN at equal Err."""
+    lines = [
+        "| pool | window | macro+micro: max(t_g, t_c), us | Err | dynamic: max(t_g, t_c), us | Err | faster by, % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    both = ((row, other) for row in rows for other in rows if _pair(row, other))
+    for row, other in both:
+        saved = 100 * (1 - other["ffn_us"] / row["ffn_us"])
+        lines.append(
+            f"| {row['pool']:.0%} | {row['window']:.2f} | {row['ffn_us']:.0f} | {row['err']:.4f} "
+            f"| {other['ffn_us']:.0f} | {other['err']:.4f} | {saved:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _pair(row: Row, other: Row) -> bool:
+    same = (row["pool"], row.get("window")) == (other["pool"], other.get("window"))
+    return same and (row["policy"], other["policy"]) == ("macro+micro", "dynamic")
+
+
+def claims(rows: Sequence[Row]) -> dict[str, bool]:
+    """What should hold at every pool and window: the order of the policies, and that thresholds save time."""
+    share = {(row["pool"], row["policy"], row.get("window")): row["hot_share"] for row in rows}
+    places = [(row["pool"], row["window"]) for row in rows if row["policy"] == "macro+micro"]
+    static = {pool: share[pool, "static", None] for pool, _ in places}
+
+    def below(low: str, high: str) -> bool:
+        return all(
+            (static[pool] if low == "static" else share[pool, low, window]) < share[pool, high, window]
+            for pool, window in places
+        )
+
+    pairs = [(row, other) for row in rows for other in rows if _pair(row, other)]
+    return {
+        "static < micro": below("static", "micro"),
+        "static < macro": below("static", "macro"),
+        "micro < macro+micro": below("micro", "macro+micro"),
+        "macro < macro+micro": below("macro", "macro+micro"),
+        "dynamic faster": all(other["ffn_us"] < row["ffn_us"] for row, other in pairs),
+        "no more Err": all(other["err"] <= row["err"] for row, other in pairs),
+    }
