@@ -56,7 +56,7 @@ class Sizes:
     layers: int
     units: int  # of a layer
     unit_bytes: int  # in host memory
-    live_mark: int  # of a slot whose unit counts as live
+    live_mark: int  # marks that a slot has whose unit counts as live
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class Scheduler:
 
     def _check(self) -> None:
         if self._error is not None:
-            if isinstance(self._error, DynajaxError):
+            if isinstance(self._error, DynajaxError | jax.errors.JaxRuntimeError):
                 raise self._error
             words = str(self._error).strip().splitlines() or [type(self._error).__name__]
             raise EngineError(f"the scheduler failed: {words[0]}") from self._error
@@ -265,5 +265,6 @@ class Scheduler:
         live = np.zeros(self._sizes.units, np.bool_)
         live[what.cold_units] = what.cold_live.any(axis=0)
         if marks is not None:
-            live[what.bucket] = (marks & self._sizes.live_mark).any(axis=0)
+            mark = np.uint8(self._sizes.live_mark)
+            live[what.bucket] = ((marks & mark) == mark).any(axis=0)
         self.planner.observe(what.layer, live)

@@ -232,17 +232,19 @@ class Engine:
         After an error inside a step there is no result, and the caches are made anew: a failed program may have taken
         buffers that it did not give back.
         """
-        phases, self._last = Phases(parts), []
+        phases, self._last, closed = Phases(parts), [], None
         try:
             with translated_errors():
-                yield from self._generate(parts, rows, phases)
-        except GeneratorExit:
-            self._finish(parts, rows, phases)
-            raise
+                try:
+                    yield from self._generate(parts, rows, phases)
+                except GeneratorExit as left:
+                    closed = left
+                self._finish(parts, rows, phases)
         except BaseException:
             parts.recover()
             raise
-        self._finish(parts, rows, phases)
+        if closed is not None:
+            raise closed
 
     def _generate(self, parts: Parts, rows: Sequence[Continuation], phases: Phases) -> Generator[tuple[int, Event]]:
         parts.reset_counters()

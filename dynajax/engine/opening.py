@@ -195,6 +195,7 @@ def load_parts(
 ) -> Parts:
     """Carry out what was prepared: weights to host and device, the pool filled as placed."""
     start, compiled_s = time.perf_counter(), prepared.programs.compile_s
+    tokenizer = load_tokenizer(prepared.folder)
     spec, programs, placement = prepared.spec, prepared.programs, prepared.placement
     device = jax.local_devices()[0]
     meter = PeakMeter(device)
@@ -230,9 +231,13 @@ def load_parts(
     if prepared.host is not None:
         prepared.host.attach(cold)
         runner = TokenRunner(programs, weights, pool, prepared.host, layers)
-    stepper = Stepper(programs, weights, runner, meter.sample)
+    try:
+        stepper = Stepper(programs, weights, runner, meter.sample)
+    except BaseException:
+        if plans is not None:
+            plans.close()
+        raise
     meter.sample()
-    tokenizer = load_tokenizer(prepared.folder)
     return Parts(
         config=config,
         prepared=prepared,

@@ -109,6 +109,7 @@ class PlannedRunner:
         scheduler.reset()
         self.ledger.reset()
         self._scores.clear()
+        self._token = 0
         self._timer = HotTimer()
 
     def hot_s(self, steps: int) -> float:

@@ -79,7 +79,7 @@ class Plans:
                 layers=spec.layers,
                 units=spec.ffn,
                 unit_bytes=host_unit,
-                live_mark=LIVE if spec.activation.has_zeros else ADMITTED,
+                live_mark=LIVE | ADMITTED if spec.activation.has_zeros else ADMITTED,
             ),
             fixed_costs=self.fixed_costs,
             on_ran=self._ran,
@@ -164,11 +164,20 @@ def make_plans(
     )
     if wishes.moves:
         plans.staging = open_staging(staging, jax.local_devices()[0], probe_block(plans)).name
-        for slots in sorted(set(loaded.pool.slots) - {0}):
-            for rung in swap_ladder(prepared.staged):
-                loaded.programs.get("write", slots, rung, loaded.store.dtype.name)
+    _compile(plans)
     plans.start()
     return plans
+
+
+def _compile(plans: Plans) -> None:
+    """Every program that decoding may come to need, so that none is compiled then: updates, and exact checks."""
+    loaded, prepared = plans.loaded, plans.prepared
+    for slots in sorted(set(loaded.pool.slots) - {0}):
+        if prepared.strategy.skips:
+            loaded.programs.get("live_slots", loaded.programs.shapes.batch, slots)
+        if plans.runner.wishes.moves:
+            for rung in swap_ladder(prepared.staged):
+                loaded.programs.get("write", slots, rung, loaded.store.dtype.name)
 
 
 def probe_block(plans: Plans) -> npt.NDArray:

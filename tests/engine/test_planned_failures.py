@@ -195,7 +195,6 @@ def test_a_stopped_stream_leaves_nothing_behind(engine):
     assert_sound(engine)
 
 
-@pytest.mark.xfail(reason="Engine._run recovers from errors inside a step, not from those that _finish meets")
 def test_an_error_behind_the_last_token(engine, fresh, patch):
     """The scheduler fails when nothing is left to ask of it but its figures."""
     running, seen = engine._parts.plans.runner.scheduler, []
@@ -228,7 +227,6 @@ def test_close_while_neurons_move_ends_the_thread(models):
     assert list(stream) == []
 
 
-@pytest.mark.xfail(reason="load_parts closes nothing when what comes after make_plans fails")
 def test_a_refused_opening_leaves_no_thread(models, monkeypatch):
     """Whatever fails after the thread was started."""
     monkeypatch.setattr("dynajax.engine.opening.Stepper", raising(*DISK))

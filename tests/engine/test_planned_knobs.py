@@ -104,7 +104,6 @@ def test_a_layer_without_scores_of_its_lead_skips_all_the_same(models, monkeypat
             assert thetas == [theta] * NEW and theta > 0, (skip_lead, layer)
 
 
-@pytest.mark.xfail(reason="make_plans does not compile live_slots for every size of a pool")
 def test_programs_are_all_there_after_the_first_token(models, tmp_path):
     """Also where every layer's pool has another size, and checks look at one layer after the other."""
     spec = SPECS["relu"]
