@@ -19,13 +19,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from benchmarks.bandwidth import machine
 from benchmarks.placement_replay import COSTS_13B, bound, place, replay
-from benchmarks.placement_table import CASES, Case, page
+from benchmarks.placement_table import SMOLLM2, Case, cases, claims, page
 from benchmarks.placement_trace import Trace, documents, made_up, record
 from dynajax.checkpoint import read_spec, resolve_model
 from dynajax.config import NeuronPolicy, PolicyConfig, policy_from_settings
@@ -81,7 +81,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--statistics", type=int, help="documents that give statistics; default: all, of ids 16")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a document that are its prompt")
     parser.add_argument("--bits", type=int, default=1, choices=[1, 2, 4, 8], help="of the gates that predict")
-    parser.add_argument("--density", type=float, default=0.5, help="live share where no activation is zero")
+    parser.add_argument("--density", type=float, help="live share where no activation is zero; default 0.5")
     parser.add_argument("--pools", type=float, nargs="+", default=[0.2, 0.4, 0.6])
     parser.add_argument("--windows", type=float, nargs="+", default=[0.10, 0.25, 0.50])
     parser.add_argument("--policies", nargs="+", default=list(DYNAMIC), choices=get_args(NeuronPolicy))
@@ -90,7 +90,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="npz file to keep the trace in, read if it is there")
     parser.add_argument("--table", type=Path, help="write this page: every model that is there, all policies")
     parser.add_argument("--synthetic", type=Path, help="with --table: a folder of benchmarks.make_checkpoint")
-    parser.add_argument("--traces", type=Path, help="with --table: folder to keep the traces in, read if they are there")
+    parser.add_argument(
+        "--traces", type=Path, help="with --table: folder to keep the traces in, read if they are there"
+    )
     return parser.parse_args(argv)
 
 
@@ -122,17 +124,17 @@ def load(case: Case, text: Path, keep: Path | None) -> dict[int, Trace]:
     traces = record(folder, *sample(case, folder, text), case.bits, case.density)
     if keep:
         keep.parent.mkdir(parents=True, exist_ok=True)
-        scores = {f"score{bits}": trace.score for bits, trace in traces.items()}
         one = next(iter(traces.values()))
-        np.savez(keep, allow_pickle=False, live=one.live, frequency=one.frequency, mass=one.mass, **scores)
+        arrays: dict[str, Any] = {"live": one.live, "frequency": one.frequency, "mass": one.mass}
+        np.savez(keep, **arrays, **{f"score{bits}": trace.score for bits, trace in traces.items()})
     return traces
 
 
 def facts(case: Case, trace: Trace, prompt: int) -> str:
     shape, active = trace.live.shape, trace.live.mean(axis=(0, 1, 3))[1:]
     return (
-        f"{shape[0]} documents of {shape[1]} tokens, {prompt} of them the prompt, {case.ids or 'text'}; {shape[2]} layers "
-        f"of {shape[3]} neurons, {active.min():.3f} to {active.max():.3f} of them live in layers >= 1."
+        f"{shape[0]} documents of {shape[1]} tokens ({case.ids or 'text'}), {prompt} of them the prompt; {shape[2]} "
+        f"layers of {shape[3]} neurons, {active.min():.3f} to {active.max():.3f} of them live in layers >= 1."
     )
 
 
@@ -155,8 +157,18 @@ def run_case(case: Case, args: argparse.Namespace, keep: Path | None) -> list[di
 def chosen(args: argparse.Namespace) -> list[Case]:
     """One case, or with --table all of those whose models are there."""
     if args.table is None:
-        kinds = {"ids": args.ids, "documents": args.documents, "statistics": args.statistics, "bits": (args.bits,)}
-        return [Case(name=args.model, model=args.model, density=args.density, **kinds)]
+        zeros = read_spec(resolve_model(args.model)).activation.has_zeros
+        return [
+            Case(
+                name=args.model,
+                model=args.model,
+                ids=args.ids,
+                documents=args.documents,
+                statistics=args.statistics,
+                bits=(args.bits,),
+                density=None if zeros else args.density or 0.5,
+            )
+        ]
     try:
         there = resolve_model(SMOLLM2, offline=True).is_dir()
     except (ModelError, UsageError):
@@ -168,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     measured = []
     for i, case in enumerate(chosen(args)):
-        keep = args.trace if args.table is None else args.traces and args.traces / f"{i}-{case.model}.npz"
+        keep = args.trace if args.table is None else args.traces and args.traces / f"{i}-{Path(case.model).name}.npz"
         measured += run_case(case, args, keep)
     if args.table:
         args.table.write_text(page(measured), encoding="utf-8")

@@ -54,7 +54,7 @@ def costs_of(units: int) -> Costs:
 
 
 def place(trace: Trace, pool: float, budgets: str) -> Placement:
-    """As the engine does it, for policies that move nothing (`static`, by frequency over all layers) or do (`equal`)."""
+    """As the engine does it, `static` for policies that move nothing, `equal` for those that do."""
     layers, units = trace.frequency.shape
     method = place_static if budgets == "static" else place_equal
     return method(trace.frequency, 1, int(pool * layers * units))

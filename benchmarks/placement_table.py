@@ -23,6 +23,32 @@ class Case:
 
 
 SMOLLM2 = "smollm2-135m"
+METHOD = """\
+# What placement is worth
+
+Made by `python -m benchmarks.placement --table docs/placement.md --synthetic FOLDER`, with FOLDER from
+`python -m benchmarks.make_checkpoint FOLDER`; nothing here is written by hand, and nothing is a measured time.
+
+A plain forward over documents records which neurons are live; `|act| * |down row|` ranks them where no activation is
+zero. The planner that drives the engine then decides token after token, with every transfer arriving in time. Its
+scores are those of low-bit gates one layer ahead (lead 1), on the stream plus its mean change; they are calibrated,
+frequencies counted and masses taken on other documents than those measured: other windows of the held-out texts, or
+ids of other seeds. `topics` changes the topic every seven tokens or so, as `--prompt-ids topics:N` does; `topic` keeps
+to one, as the tokens do on which the synthetic weights were calibrated. A document's first 64 tokens are its prompt,
+which seeds the frequencies.
+
+The pool holds 20, 40 or 60 % of all FFN neurons. Columns are the swaps that a layer may make for a token, as shares of
+the mean number of its live neurons (rounded down to the numbers of swaps that the engine compiles programs for).
+**hot_share**: of the truly live neurons of layers >= 1, the share found on the device, swaps included. **static** is
+the better of two placements: slots by frequency over all layers (`place_static`), or equal slots for every layer
+(`place_equal`), from which the other policies start. **bound**: as many live neurons as fit, whatever it would cost to
+move them. **gap closed**: the share of the way from static to the bound, for each window.
+
+The second tables are simulated, by the cost model of a 13B layer (published bandwidths of an RTX 4090 with PCIe 4.0):
+the mean of max(t_g, t_c) over the steps, once with one threshold on both sides, once with two (`dynamic`). **Err**: the
+expected activation mass below the thresholds as a share of all, which `dynamic` may not raise (err_scale 1).
+
+"""
 
 
 def cases(synthetic: str | None, *, smollm2: bool) -> list[Case]:
@@ -42,13 +68,33 @@ def cases(synthetic: str | None, *, smollm2: bool) -> list[Case]:
     return found
 
 
-def page(command: str, method: str, measured: Sequence[Row]) -> str:
+def page(measured: Sequence[Row]) -> str:
     """The Markdown page; `measured` has the facts and rows of a case and a number of bits each."""
-    parts = [f"# What placement is worth\n\nMade by `{command}`; nothing here is written by hand.\n\n{method}\n"]
+    parts = [METHOD, summary(measured)]
     for one in measured:
-        title = f"## {one['name']}, predicted by {one['bits']}-bit gates\n\n{one['facts']}\n"
-        parts += [title, hot_shares(one["rows"]), times(one["rows"])]
+        parts += [f"## {_title(one)}\n\n{one['facts']}\n", hot_shares(one["rows"]), times(one["rows"])]
     return "\n".join(parts)
+
+
+def _title(one: Row) -> str:
+    return f"{one['name']}, predicted by {one['bits']}-bit gates"
+
+
+def summary(measured: Sequence[Row]) -> str:
+    """What holds at every pool and window, and the least of the gaps that macro+micro closes."""
+    names = list(measured[0]["claims"])
+    windows = list(dict.fromkeys(row["window"] for row in measured[0]["rows"] if "window" in row))
+    heads = [*names, *(f"gap closed at {window:.2f}, least" for window in windows)]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    for one in measured:
+        cells = ["yes" if one["claims"][name] else "no" for name in names]
+        for window in windows:
+            closed = [
+                row["gap_closed"] for row in one["rows"] if row["policy"] == "macro+micro" and row["window"] == window
+            ]
+            cells.append(f"{100 * min(closed):.0f} %")
+        lines.append(f"| {_title(one)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def hot_shares(rows: Sequence[Row]) -> str:

@@ -77,29 +77,35 @@ def made_up(source: str, spec: ModelSpec, count: int, others: int) -> tuple[npt.
     return np.stack(draws[0]).astype(np.int32), np.stack(draws[1]).astype(np.int32)
 
 
-def record(folder: Path, test: npt.NDArray, other: npt.NDArray, bits: Sequence[int], density: float) -> list[Trace]:
-    """Run the model over both; residual, calibration and frequencies come from `other`. A trace for each of `bits`.
+def record(
+    folder: Path, test: npt.NDArray, other: npt.NDArray, bits: Sequence[int], density: float | None
+) -> dict[int, Trace]:
+    """Run the model over both; residual, calibration and frequencies come from `other`.
 
-    density: the share of a layer's neurons that counts as live where the activation has no zeros, those with the
-    largest |act| x |down row|. bits: of the gates that predict.
+    bits: of the gates that predict; -> a trace for each. density: the share of a layer's neurons that counts as live,
+    those with the largest |act| x |down row|; None: those whose activation is not zero.
     """
     model = load_decoder(Checkpoint.open(folder))
-    share = None if model.spec.activation.has_zeros else density
-    sources = [source_of(model, layer) for layer in range(model.spec.layers)]
+    if density is None and not model.spec.activation.has_zeros:
+        raise ValueError(f"density must be given, {model.spec.activation.kind} has no zeros")
+    down = np.stack([np.linalg.norm(_array(ffn.down), axis=1) for ffn in model.ffn])
+    sources = [source_of(model, layer, row) for layer, row in enumerate(down)]
     run = layers_of(model)
-    seen = see(run, sources, other, share)
+    seen = see(run, down, other, density)
     residual = [np.zeros(model.spec.hidden, np.float32)]
     residual += [(b - a).mean(axis=(0, 1)) for a, b in pairwise(seen.streams)]
-    predicts = [predictor(Shape.of(model.spec), sources, residual, count) for count in bits]
-    curves = [
-        [calibrate(predict(i, seen.streams[i - 1]), seen.live[i]) for i in range(1, model.spec.layers)]
-        for predict in predicts
-    ]
+    predicts = {count: predictor(Shape.of(model.spec), sources, residual, count) for count in bits}
+    curves = {
+        count: [calibrate(predict(i, seen.streams[i - 1]), seen.live[i]) for i in range(1, model.spec.layers)]
+        for count, predict in predicts.items()
+    }
     frequency = np.stack([part.mean(axis=(0, 1), dtype=np.float32) for part in seen.live])
-    mass, seen = seen.mass, see(run, sources, test, share)
+    mass, seen = seen.mass, see(run, down, test, density)
     live = np.stack(seen.live, axis=2)
-    scores = [score(predict, curve, seen.streams) for predict, curve in zip(predicts, curves, strict=True)]
-    return [Trace(live, values, frequency, mass) for values in scores]
+    return {
+        count: Trace(live, score(predict, curves[count], seen.streams), frequency, mass)
+        for count, predict in predicts.items()
+    }
 
 
 def score(predict: Predict, curves: list[tuple[F32, F32]], streams: list[F32]) -> npt.NDArray[np.uint8]:
@@ -111,32 +117,28 @@ def score(predict: Predict, curves: list[tuple[F32, F32]], streams: list[F32]) -
     return np.stack([np.zeros_like(found[0]), *found], axis=2)
 
 
-def source_of(model: Decoder, layer: int) -> GateSource:
+def source_of(model: Decoder, layer: int, down_norm: F32) -> GateSource:
     """What predictors need of a layer's weights."""
     ffn, norm = model.ffn[layer], model.attention[layer].ffn_norm
     if ffn.gate is None or norm is None:
         raise ValueError("only gated models with a norm before each FFN can be recorded")
     rows = [ffn.gate, ffn.up][: Shape.of(model.spec).matrices]
-    return GateSource(
-        rows=tuple(_array(row) for row in rows),
-        norm=_array(norm),
-        down_norm=np.linalg.norm(_array(ffn.down), axis=1),
-    )
+    return GateSource(rows=tuple(_array(row) for row in rows), norm=_array(norm), down_norm=down_norm)
 
 
 def _array(weight: nnx.Param) -> F32:
     return np.asarray(weight[...], np.float32)
 
 
-def see(run: Run, sources: list[GateSource], ids: npt.NDArray, density: float | None) -> Seen:
-    """Streams, live sets and masses of documents ids [docs, T], a few documents at a time."""
-    rows = [source.down_norm for source in sources]
-    streams, live = ([[] for _ in sources] for _ in range(2))
-    total, count = np.zeros((len(rows), len(rows[0]))), np.zeros((len(rows), len(rows[0])))
+def see(run: Run, down: F32, ids: npt.NDArray, density: float | None) -> Seen:
+    """Streams, live sets and masses of documents ids [docs, T], a few at a time. down [L, F]: norms of down rows."""
+    streams: list[list[F32]] = [[] for _ in down]
+    live: list[list[Bools]] = [[] for _ in down]
+    total, count = np.zeros(down.shape), np.zeros(down.shape)
     step = max(1, BATCH_TOKENS // ids.shape[1])
     for at in range(0, len(ids), step):
         layers = run(ids[at : at + step])
-        for i, row in enumerate(rows):
+        for i, row in enumerate(down):
             weight = np.abs(np.asarray(layers.values[i])) * row
             marks = np.asarray(layers.live[i])
             if density is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -9,6 +10,8 @@ from typing import cast
 from dynajax.config import EngineConfig, ModelSpec, NeuronPolicy, PolicyConfig
 from dynajax.engine.prediction import find_folder
 from dynajax.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: st
     if strategy.planned and config.host_mode in ("callback", "ffi"):
         cause = "--sparsity predicted" if strategy.skips else f"--policy {policy}"
         raise UsageError(f"{cause} needs --host-mode threads (or auto), got {config.host_mode}")
+    if trained is None and config.predictor == "auto" and (strategy.skips or strategy.places):
+        log.warning("no predictors were trained for this model: low-bit copies of its gates guess (--predictor gate)")
     return strategy
 
 

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from benchmarks import placement, planner
-from benchmarks.placement_trace import TOKENS, Trace, calibrate, documents
+from benchmarks.placement_replay import bound, place, replay
+from benchmarks.placement_table import claims
+from benchmarks.placement_trace import TOKENS, Trace, calibrate, documents, made_up, record
 from dynajax.config import PolicyConfig
+from dynajax.testing import TINY, TINY_SILU, make_checkpoint
 
 
 def last_line(capsys):
@@ -33,24 +36,87 @@ def made_up_trace():
     return Trace(live, score, live.mean(axis=(0, 1)).astype(np.float32), np.ones((3, 96), np.float32))
 
 
-def test_placement_table(capsys, tmp_path):
-    trace = made_up_trace()
-    np.savez(tmp_path / "t.npz", live=trace.live, score=trace.score, frequency=trace.frequency, mass=trace.mass)
+def keep(trace, path):
+    """As the benchmark keeps what it recorded."""
+    scores = {"score1": trace.score, "score4": trace.score}
+    np.savez(path, live=trace.live, frequency=trace.frequency, mass=trace.mass, **scores)
+
+
+def test_placement_of_one_model(capsys, tmp_path):
+    keep(made_up_trace(), tmp_path / "t.npz")
     placement.main(["--trace", str(tmp_path / "t.npz"), "--pools", "0.34", "--windows", "0.5", "--prompt", "8"])
     out = last_line(capsys)
-    found = {row["policy"]: row["hot_share"] for row in out["rows"]}
-    assert found["static"] < found["macro"] < found["macro+micro"] <= found["bound"]
-    assert found["static"] < found["micro"] and found["dynamic"] == found["macro+micro"]
-    assert out["config"]["swap_rule"] == "paper"
+    case = out["cases"][0]
+    found = {row["policy"]: row for row in case["rows"]}
+    share = {policy: row["hot_share"] for policy, row in found.items()}
+    assert share["static"] < share["macro"] < share["macro+micro"] <= share["bound"]
+    assert share["static"] < share["micro"] and share["dynamic"] == share["macro+micro"]
+    assert found["dynamic"]["ffn_us"] <= found["macro+micro"]["ffn_us"]
+    assert found["dynamic"]["err"] <= found["macro+micro"]["err"]
+    assert case["claims"]["static < macro"] and out["config"]["swap_rule"] == "paper"
+
+
+def test_the_page(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAJAX_CACHE", str(tmp_path))  # no fetched model
+    keep(made_up_trace(), tmp_path / "0-tiny-relullama.npz")
+    target = tmp_path / "page.md"
+    options = ["--pools", "0.34", "--windows", "0.25", "0.5", "--prompt", "8"]
+    placement.main(["--table", str(target), "--traces", str(tmp_path), *options])
+    cases, page = last_line(capsys)["cases"], target.read_text()
+    assert [case["bits"] for case in cases] == [1, 4]
+    rows = [row for row in cases[0]["rows"] if row["policy"] == "macro+micro"]
+    cells = " | ".join(f"{row['hot_share']:.3f}" for row in rows)
+    closed = " / ".join(f"{100 * row['gap_closed']:.0f}" for row in rows)
+    assert f"| 34% | macro+micro | {cells} | {closed} |" in page
+    assert page.count("## tiny-relullama") == 2
+
+
+def test_claims_notice_an_order_that_does_not_hold():
+    shares = {"static": 0.4, "micro": 0.5, "macro": 0.4, "macro+micro": 0.6, "dynamic": 0.6}
+    rows = [
+        {"pool": 0.2, "policy": policy, "hot_share": share, "ffn_us": 1.0 if policy == "dynamic" else 2.0, "err": 0.1}
+        | ({} if policy == "static" else {"window": 0.5})
+        for policy, share in shares.items()
+    ]
+    found = claims(rows)
+    assert [name for name, holds in found.items() if not holds] == ["static < macro"]
+
+
+@pytest.mark.parametrize(("spec", "density"), [(TINY, None), (TINY_SILU, 0.25)])
+def test_recorded_scores_know_something(tmp_path, spec, density):
+    make_checkpoint(tmp_path, spec)
+    test, other = made_up("random:24", spec, 2, 8)
+    traces = record(tmp_path, test, other, (1, 8), density)
+    for trace in traces.values():
+        live, score = trace.live[:, :, 1:], trace.score[:, :, 1:]
+        assert trace.live.shape == trace.score.shape == (2, 24, spec.layers, spec.ffn)
+        assert score[live].mean() > score[~live].mean() + 5 and not trace.score[:, :, 0].any()
+        assert density is None or live.mean() == pytest.approx(density, abs=1 / spec.ffn)
+
+
+def test_what_is_live_must_be_said_for_silu(tmp_path):
+    make_checkpoint(tmp_path, TINY_SILU)
+    with pytest.raises(ValueError, match="density must be given, silu has no zeros"):
+        record(tmp_path, np.zeros((1, 4), np.int32), np.zeros((1, 4), np.int32), (1,), None)
+
+
+@pytest.mark.parametrize("kind", ["topics", "topic", "random"])
+def test_ids_for_statistics_are_other_ones(kind):
+    spec = replace(TINY, vocab=1024)
+    test, other = made_up(f"{kind}:20", spec, 2, 3)
+    assert test.shape == (2, 20) and other.shape == (3, 20) and other.max() < spec.vocab
+    assert not (test[:, None] == other[None]).all(axis=2).any()
+    if kind == "topic":
+        assert all(np.bincount(row % 16).max() > 10 for row in test)
 
 
 def test_a_window_of_nothing_is_static():
     trace = made_up_trace()
-    start = placement.place(trace, 0.34, "equal")
-    still = placement.replay(trace, start, "macro+micro", 0.0, 8, PolicyConfig())
-    static = placement.replay(trace, start, "static", 0.5, 8, PolicyConfig())
+    start = place(trace, 0.34, "equal")
+    still = replay(trace, start, "macro+micro", 0.0, 8, PolicyConfig())
+    static = replay(trace, start, "static", 0.5, 8, PolicyConfig())
     assert still.figures() == static.figures() and still.moved == 0
-    assert placement.bound(replace(trace, live=np.zeros_like(trace.live) | (np.arange(96) < 5)), start, 8) == 1.0
+    assert bound(replace(trace, live=np.zeros_like(trace.live) | (np.arange(96) < 5)), start, 8) == 1.0
 
 
 def test_documents_do_not_overlap():
