@@ -223,7 +223,7 @@ def add_plans(
 def plan_host_bytes(strategy: Strategy, prediction: Prediction, spec: ModelSpec, staging: int) -> dict[str, int]:
     """What plans keep in host memory: staging, and by neuron frequencies, masses, places and the newest scores."""
     if not strategy.planned:
-        return {}
+        return {"staging": 0, "statistics": 0}
     by_neuron = (4 + 4 + 4 + 8 + 4 + 1 + len(prediction.entries) // max(1, spec.layers)) * spec.layers * spec.ffn
     return {"staging": staging, "statistics": by_neuron}
 

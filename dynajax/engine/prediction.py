@@ -15,7 +15,7 @@ from dynajax.checkpoint.places import predictors_folder
 from dynajax.config import ModelSpec, PolicyConfig
 from dynajax.errors import UsageError
 from dynajax.programs import Programs, Scoring
-from predictors.folder import DTYPES, MANIFEST_NAME, matching_manifest, read_entries
+from predictors.folder import DTYPES, MANIFEST_NAME, Manifest, matching_manifest, read_entries
 from predictors.forms import Entry, Form, Shape, form_bytes
 from predictors.gate import GateSource, gate_params
 from predictors.untrained import calibration
@@ -70,6 +70,11 @@ def find_folder(predictor: str, folder: Path, fingerprint: str | None) -> Path |
     return found
 
 
+def manifest_of(folder: Path, spec: ModelSpec, fingerprint: str | None) -> Manifest:
+    """What a folder of trained predictors says of itself; MismatchError: it is another model's."""
+    return matching_manifest(folder, fingerprint, {"layers": spec.layers, "hidden": spec.hidden, "ffn": spec.ffn})
+
+
 def choose(
     spec: ModelSpec,
     knobs: PolicyConfig,
@@ -97,7 +102,7 @@ def choose(
 
         entries = {place: Entry(layer=place[1], lead=place[0], form=form(place)) for place in wanted}
         return Prediction(kind="gate", entries=entries, bytes=_bytes(shape, entries, 2), **common)
-    manifest = matching_manifest(trained, fingerprint, {"layers": spec.layers, "hidden": spec.hidden, "ffn": spec.ffn})
+    manifest = manifest_of(trained, spec, fingerprint)
     held = {(entry.lead, entry.layer): entry for entry in manifest.all_entries()}
     entries = {place: held[place] for place in wanted if place in held}
     if skips and any(all((ahead, i) not in held for ahead in {0, skip_lead, lead}) for i in range(spec.layers)):

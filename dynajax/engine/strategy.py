@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from dynajax.config import EngineConfig, ModelSpec, NeuronPolicy, PolicyConfig
-from dynajax.engine.prediction import find_folder
+from dynajax.engine.prediction import find_folder, manifest_of
 from dynajax.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: st
     move can never pay, and where without prediction every neuron is needed in every token.
     """
     trained = find_folder(config.predictor, folder, fingerprint)
+    if trained is not None:
+        manifest_of(trained, spec, fingerprint)  # of this model, also if it is not going to be used
     sparsity = _sparsity(config, spec, trained)
     policy = cast("NeuronPolicy", config.policy)
     if config.policy == "auto":

@@ -118,7 +118,7 @@ def test_a_resident_model_leaves_no_unit_in_host_memory(folders, monkeypatch):
         gc.collect()
         table = spec.vocab * spec.hidden * 4
         assert engine.generate(PROMPT, max_new_tokens=2).memory["host_bytes"] == table
-        assert engine._parts.prepared.memory.host == {"units": 0, "embed": table}
+        assert engine._parts.prepared.memory.host == {"units": 0, "embed": table, "staging": 0, "statistics": 0}
         assert engine._parts.store.nbytes == 0
         ((arena, size),) = arenas  # one, for a layer at a time, and it is gone
         assert size == spec.ffn * 3 * spec.hidden * 4 and arena() is None

@@ -17,6 +17,7 @@ RELU, SILU = SPECS["relu"], SPECS["silu"]
 
 def resolved(monkeypatch, spec=RELU, platform="cuda", trained=None, folder=None, **config):
     monkeypatch.setattr(strategy, "find_folder", lambda *_: trained)
+    monkeypatch.setattr(strategy, "manifest_of", lambda *_: None)
     return strategy.resolve(EngineConfig(**config), spec, folder, None, platform)
 
 

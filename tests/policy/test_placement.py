@@ -5,7 +5,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from dynajax.policy.placement import LEVELS, block_units, layer_slots, place_static
+from dynajax.policy.placement import LEVELS, block_units, equal_slots, layer_slots, place_equal, place_static
 
 MANY_UNITS = (*range(1, 300), 768, 1000, 2816, 5632, 11008, 13824, 28672)
 
@@ -148,3 +148,32 @@ def test_nothing_and_everything():
 def test_impossible_sizes(unit_bytes, pool_bytes):
     with pytest.raises(ValueError, match=f"got {pool_bytes} and {unit_bytes}"):
         layer_slots(np.ones((1, 4), np.float32), unit_bytes, pool_bytes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equal_slots_differ_by_a_block_that_goes_where_most_use_is(seed):
+    rng = np.random.default_rng(seed)
+    layers, units, unit_bytes = int(rng.integers(1, 5)), int(rng.choice([8, 16, 32, 45])), int(rng.integers(1, 100))
+    frequency = frequencies(rng, layers, units, ties=seed % 3 == 0)
+    block = -(-units // 16)
+    pool_bytes = int(rng.integers(0, layers * units * unit_bytes + 1))
+    placement = place_equal(frequency, unit_bytes, pool_bytes)
+    placement.check()
+    blocks = pool_bytes // (block * unit_bytes)
+    base = blocks // layers * block
+    assert set(placement.slots) <= {min(units, base), min(units, base + block)}
+    choices = [
+        [min(units, base + block * (layer in chosen)) for layer in range(layers)]
+        for chosen in combinations(range(layers), blocks % layers)
+    ]
+    descending = -np.sort(-frequency.astype(np.float64), axis=1)
+    best = max(sum(row[:count].sum() for row, count in zip(descending, slots, strict=True)) for slots in choices)
+    assert held(placement, frequency) == pytest.approx(best)
+
+
+def test_the_block_that_remains():
+    frequency = np.full((2, 16), 0.25, np.float32)
+    assert equal_slots(frequency, 3, 15) == (3, 2)
+    frequency[1] *= 2
+    assert equal_slots(frequency, 3, 15) == (2, 3)
+    assert equal_slots(frequency, 3, 10**6) == (16, 16)
