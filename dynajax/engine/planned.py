@@ -40,9 +40,9 @@ SHORTEST_WAIT_S = 1e-4
 KEPT = 0.9  # of the estimate of a layer's time, a step
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Wishes:
-    """How a PlannedRunner decides; fixed while the engine is open, but for `moves`."""
+    """How a PlannedRunner decides."""
 
     skips: bool  # neurons below their threshold are not computed
     theta: np.uint8  # where no plan says otherwise
