@@ -149,7 +149,7 @@ def run_case(case: Case, args: argparse.Namespace, keep: Path | None) -> list[di
         print(f"\n{case.name}, {bits}-bit gates: {about}")
         rows = show(measure(trace, args, config))
         told = {"name": case.name, "bits": bits, "facts": about, "claims": claims(rows), "rows": rows}
-        print(*(f"{claim}: {'holds' if holds else 'FAILS'}" for claim, holds in told["claims"].items()), sep=", ")
+        print(*(f"{claim}: {held} of {places}" for claim, (held, places) in told["claims"].items()), sep=", ")
         measured.append(told)
     return measured
 

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -67,7 +67,7 @@ class Moves:
     late: npt.NDArray[np.int64]
     migrated: npt.NDArray[np.int64]
     migrated_bytes: npt.NDArray[np.int64]
-    plan_s: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    plan_s: npt.NDArray[np.float64]
 
     @classmethod
     def none(cls, layers: int) -> Moves:
@@ -86,7 +86,6 @@ class Scheduler:
         *,
         fixed_costs: bool = False,  # never learn
         on_ran: Callable[[Ran, npt.NDArray[np.uint8] | None], None],  # with the marks [R, G]
-        span: Span | None = None,
     ):
         layers = sizes.layers
         self.planner, self.moves = planner, Moves.none(layers)
@@ -94,7 +93,7 @@ class Scheduler:
         self._transfer, self._costs = transfer, costs
         self._layers, self._sizes, self._fixed = layers, sizes, fixed_costs
         self._on_ran = on_ran
-        self.span = span
+        self.span: Span | None = None
         self.on_scores: OnScores | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._news = threading.Condition()
@@ -114,9 +113,10 @@ class Scheduler:
         self._give(lambda: self._plan(layer, number, scores, rows))
 
     def wait(self, layer: int, deadline_s: float | None) -> LayerPlan | None:
-        """The plan of the newest request, carried out; None if it is late, or was never asked for, or
-        was used before. deadline_s None: as
-        long as it takes; EngineError if that is forever."""
+        """The plan of the newest request, carried out; None if it is late, was never asked for, or was used before.
+
+        deadline_s None: as long as it takes; EngineError if that is forever.
+        """
         number = self._asked[layer]
         if number == self._used[layer]:
             return None
@@ -252,8 +252,12 @@ class Scheduler:
         self.moves.migrated[layer] += count
         self.moves.migrated_bytes[layer] += count * self._sizes.unit_bytes
         if not self._fixed:
+            costs = self._costs.costs()
             self._costs.observe("t_gather_s", count, block.gather_s)
-            self._costs.observe("t_trans_s", count, max(0.0, block.transfer_s - self._costs.costs().t0_s))
+            if count == 1:
+                self._costs.observe("t0_s", 1, max(0.0, block.transfer_s - costs.t_trans_s))
+            else:
+                self._costs.observe("t_trans_s", count, max(0.0, block.transfer_s - costs.t0_s))
         if self.span is not None:
             sent = begin + block.gather_s
             self.span("copy", f"gather {layer}", begin, sent)

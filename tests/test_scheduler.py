@@ -186,7 +186,8 @@ def test_fixed_costs_are_never_learned(make):
 
 def test_a_large_plan_goes_in_pieces_of_rungs(make):
     spans = []
-    made = make(span=lambda *span: spans.append(span))
+    made = make()
+    made.scheduler.span = lambda *span: spans.append(span)
     units, slots = np.arange(100, 127), np.arange(27)[::-1]
     made.planner.plans[2] = plan_of(units, slots)
     made.scheduler.request(2, None, ROW)

@@ -194,7 +194,10 @@ class PlannedRunner:
             marks = None
             if len(bucket):
                 x, marks = self._hot(layer, x, h, bucket, scores, theta_g)
+        begin = time.perf_counter()
         hidden = np.asarray(h)
+        if self._timer.due and len(bucket):  # the device is done: this is the copy alone
+            self._open_scheduler().learn("t_sync_s", 1, time.perf_counter() - begin)
         if not active.all():
             hidden = hidden[active]
         units, admit = cold, None
