@@ -49,13 +49,13 @@ def measure(trace: Trace, args: argparse.Namespace, config: PolicyConfig) -> Ite
             for kind in ("static", args.budgets)
         ]
         still = max(stills, key=lambda figures: figures["hot_share"])
-        yield {"pool": pool, "policy": "bound", "hot_share": round(limit, 4), "slots": start.slots}
         yield {"pool": pool, "policy": "static", **still}
         for policy in args.policies:
             for window in args.windows:
                 found = replay(trace, start, policy, window, args.prompt, config).figures()
                 closed = (found["hot_share"] - still["hot_share"]) / max(limit - still["hot_share"], 1e-9)
                 yield {"pool": pool, "policy": policy, "window": window, **found, "gap_closed": round(closed, 3)}
+        yield {"pool": pool, "policy": "bound", "hot_share": round(limit, 4)}
 
 
 def show(rows: Iterable[dict]) -> list[dict]:

@@ -49,7 +49,6 @@ the mean of max(t_g, t_c) over the steps, once with one threshold on both sides,
 expected activation mass below the thresholds as a share of all, which `dynamic` may not raise (err_scale 1). `dynamic`
 computes more on the device to skip more on the host; where the device is the slower side already, it has nothing to
 gain, and the two times are equal.
-
 """
 
 
@@ -63,7 +62,7 @@ def cases(synthetic: str | None, *, smollm2: bool) -> list[Case]:
         ]
     if smollm2:
         found += [
-            Case(name=f"{SMOLLM2}, live = top {density:.0%}", model=SMOLLM2, documents=4, statistics=24, bits=(4,),
+            Case(name=f"{SMOLLM2}, live = top {100 * density:.0f} %", model=SMOLLM2, documents=4, statistics=24, bits=(4,),
                  density=density)
             for density in (0.5, 0.25)
         ]  # fmt: skip
@@ -113,7 +112,7 @@ def hot_shares(rows: Sequence[Row]) -> str:
         else:
             cells = [f"{row['hot_share']:.3f}" for row in found]
             closed = " / ".join(f"{100 * row['gap_closed']:.0f}" for row in found)
-        lines.append(f"| {pool:.0%} | {policy} | " + " | ".join(cells) + f" | {closed} |")
+        lines.append(f"| {100 * pool:.0f} % | {policy} | " + " | ".join(cells) + f" | {closed} |")
     return "\n".join(lines) + "\n"
 
 
@@ -127,7 +126,7 @@ def times(rows: Sequence[Row]) -> str:
     for row, other in both:
         saved = 100 * (1 - other["ffn_us"] / row["ffn_us"])
         lines.append(
-            f"| {row['pool']:.0%} | {row['window']:.2f} | {row['ffn_us']:.0f} | {row['err']:.4f} "
+            f"| {100 * row['pool']:.0f} % | {row['window']:.2f} | {row['ffn_us']:.0f} | {row['err']:.4f} "
             f"| {other['ffn_us']:.0f} | {other['err']:.4f} | {saved:.0f} |"
         )
     return "\n".join(lines) + "\n"

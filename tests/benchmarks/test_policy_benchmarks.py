@@ -67,7 +67,7 @@ def test_the_page(capsys, tmp_path, monkeypatch):
     rows = [row for row in cases[0]["rows"] if row["policy"] == "macro+micro"]
     cells = " | ".join(f"{row['hot_share']:.3f}" for row in rows)
     closed = " / ".join(f"{100 * row['gap_closed']:.0f}" for row in rows)
-    assert f"| 34% | macro+micro | {cells} | {closed} |" in page
+    assert f"| 34 % | macro+micro | {cells} | {closed} |" in page
     assert page.count("## tiny-relullama") == 2
 
 
