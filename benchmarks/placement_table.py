@@ -61,11 +61,11 @@ def cases(synthetic: str | None, *, smollm2: bool) -> list[Case]:
             Case(name="synthetic 1.1B, one topic a document", model=synthetic, ids="topic:160", documents=4),
         ]
     if smollm2:
+        common: dict[str, Any] = {"model": SMOLLM2, "documents": 4, "statistics": 24, "bits": (4,)}
         found += [
-            Case(name=f"{SMOLLM2}, live = top {100 * density:.0f} %", model=SMOLLM2, documents=4, statistics=24, bits=(4,),
-                 density=density)
+            Case(name=f"{SMOLLM2}, live = top {100 * density:.0f} %", density=density, **common)
             for density in (0.5, 0.25)
-        ]  # fmt: skip
+        ]
     return found
 
 

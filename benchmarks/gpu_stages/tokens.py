@@ -55,7 +55,8 @@ def compare(model: str, dtype: str, budget: int, expected: list[int]) -> dict[st
 def generate(model: str, dtype: str, budget: int | str) -> tuple[list[int], float | None]:
     """Greedy tokens after a prompt that is always the same, and the share of live neurons found on the device."""
     prompt = np.random.default_rng(0).integers(3, 96, PROMPT_TOKENS).tolist()
-    with Engine.from_pretrained(model, dtype=dtype, vram_budget=budget, ctx=CTX) as engine:
+    settings: dict[str, Any] = {"vram_budget": budget, "ctx": CTX, "sparsity": "exact", "policy": "static"}
+    with Engine.from_pretrained(model, dtype=dtype, **settings) as engine:
         engine.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         result = engine.last_result
     return list(result.token_ids), result.units.hot_share

@@ -112,6 +112,8 @@ def verify(settings: Settings, progress: Progress, on_run: Callable[[Run], None]
 
     One engine is open at a time, none while `on_run` is called; both callbacks may raise.
     """
+    if settings.config.sparsity == "predicted":
+        raise UsageError("only what computes every live neuron can be verified: leave --sparsity predicted out")
     config = settings.config
     model = Checkpoint.open(model_folder(settings.model, offline=config.offline, progress=progress))
     reference = model
@@ -211,6 +213,7 @@ def _prepared(way: Run, case: _Case, on_step: Progress) -> tuple[Prepared, Engin
         host_dtype=way.host_dtype,
         host_mode="auto" if way.host_mode == "resident" else way.host_mode,
         policy="none" if way.placement == "host" else "static",
+        predictor="none",
         stats="none",
     )
     prepared = prepare(case.settings.model, config, folder=case.model.folder, progress=on_step)

@@ -229,3 +229,8 @@ def test_every_stage_is_shown(folders):
     verify(settings, lambda stage, done, total: seen.setdefault(stage, []).append((done, total)), lambda run: None)
     assert seen["reference"] == [(1, 3), (2, 3), (3, 3)]
     assert set(seen["verify"]) == {(0, 1)}
+
+
+def test_predictions_cannot_be_verified(folders):
+    with pytest.raises(UsageError, match="leave --sparsity predicted out"):
+        checked(folders["llama"], sparsity="predicted")
