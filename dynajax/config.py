@@ -242,6 +242,7 @@ class PolicyConfig:
     lead: int = 1  # layers between a prediction and its use; the time a transfer hides behind
     skip_lead: int = 0  # the same for the scores that decide which neurons are skipped
     skip_bits: int = 4  # of the low-bit gates that decide it where no predictors were trained
+    place_bits: int = 4  # of those that steer placement; equal ones are the same copies
     window_s: float | None = None  # transfer time of a layer; None: the compute time of `lead` layers
     window_units: int | None = None  # at most so many swaps a layer
     keep_share: float = 0.1  # of the slots, which hold the residents of highest f and are not given up
@@ -260,8 +261,9 @@ class PolicyConfig:
         check_number("decay", self.decay, 0, 0.9999)
         check_number("lead", self.lead, 0, 1000, whole=True)
         check_number("skip_lead", self.skip_lead, 0, self.lead, whole=True)
-        if self.skip_bits not in (1, 2, 4, 8) or isinstance(self.skip_bits, bool):
-            raise UsageError(f"skip_bits must be 1, 2, 4 or 8, got {self.skip_bits!r}")
+        for name in ("skip_bits", "place_bits"):
+            if getattr(self, name) not in (1, 2, 4, 8) or isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be 1, 2, 4 or 8, got {getattr(self, name)!r}")
         for name in ("window_s", "deadline_s"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 0, 1000)

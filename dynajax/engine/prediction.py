@@ -17,11 +17,11 @@ from dynajax.errors import UsageError
 from dynajax.programs import Programs, Scoring
 from predictors.folder import DTYPES, MANIFEST_NAME, Manifest, matching_manifest, read_entries
 from predictors.forms import Entry, Form, Shape, form_bytes
-from predictors.gate import GateSource, gate_params
+from predictors.gate import GateSource, copies, gate_params
+from predictors.lowbit import BITS, LowBit, lowbit_bytes
 from predictors.untrained import calibration
 
 SILU_DENSITY = 0.5  # of neurons computed where none is exactly zero
-PLACING_BITS = 1  # of training-free copies that only steer placement
 Place = tuple[int, int]  # lead, layer whose neurons are scored
 
 
@@ -97,7 +97,7 @@ def choose(
         skipping = set(_wanted(spec.layers, lead, skip_lead, skips=skips, places=False))
 
         def form(place: Place) -> Form:
-            bits = knobs.skip_bits if place in skipping else PLACING_BITS
+            bits = knobs.skip_bits if place in skipping else knobs.place_bits
             return Form(kind="gate", bits=bits).at(place[0])
 
         entries = {place: Entry(layer=place[1], lead=place[0], form=form(place)) for place in wanted}
@@ -127,7 +127,12 @@ def _wanted(layers: int, lead: int, skip_lead: int, *, skips: bool, places: bool
 
 
 def _bytes(shape: Shape, entries: Mapping[Place, Entry], itemsize: int) -> int:
-    return sum(form_bytes(shape, entry.form, itemsize) for entry in entries.values())
+    """On the device; copies of one layer with equal bits are there once."""
+    gates = [(entry.layer, entry.form.bits) for entry in entries.values() if entry.form.kind == "gate"]
+    spared = [bits for layer, bits in gates] + [-bits for layer, bits in set(gates)]
+    copy = {bits: shape.matrices * lowbit_bytes(shape.ffn, shape.hidden, bits) for bits in BITS}
+    twice = sum(copy[bits] if bits > 0 else -copy[-bits] for bits in spared)
+    return sum(form_bytes(shape, entry.form, itemsize) for entry in entries.values()) - twice
 
 
 class Predictors:
@@ -167,19 +172,27 @@ def load_predictors(
         )
         trained = {(entry.lead, entry.layer): arrays for entry, arrays in held}
     params, lines = {}, {}
+    made: dict[tuple[int, int], tuple[tuple[LowBit, ...], dict[str, jax.Array]]] = {}  # by layer and bits
     for (lead, layer), entry in sorted(prediction.entries.items(), key=lambda item: item[0][1]):
-        place, arrays = (lead, layer), trained.get((lead, layer), {})
+        place, form, arrays, shared = (lead, layer), entry.form, trained.get((lead, layer), {}), {}
         lines[place] = (entry.slope, entry.intercept)
-        if entry.form.kind == "gate":
+        if form.kind == "gate":
             source = source_of(layer)
             if prediction.folder is None:
                 known = None if cosine is None or not 1 <= lead <= 3 else float(cosine[layer - lead, lead - 1])
-                lines[place] = calibration(shape, entry.form, lead, source, known)
-            arrays = gate_params(shape, entry.form, source, trained=dict(arrays))
-        arrays = {name: array for name, array in arrays.items() if name != "histogram"}
-        if entry.form.reads == "stream" and entry.form.is_shifted and (bias := bias_of(layer - lead)) is not None:
-            arrays["shift"] = arrays["shift"] - bias
-        params[place] = {name: send(np.asarray(array)) for name, array in arrays.items()}
+                lines[place] = calibration(shape, form, lead, source, known)
+            if (layer, form.bits) not in made:
+                made = {key: value for key, value in made.items() if key[0] == layer}  # earlier layers are through
+                packed = copies(source, form.bits)
+                sent = {f"codes{i}": send(copy.codes) for i, copy in enumerate(packed)}
+                sent |= {f"scales{i}": send(copy.scales) for i, copy in enumerate(packed)}
+                made[layer, form.bits] = packed, sent
+            packed, shared = made[layer, form.bits]
+            arrays = gate_params(shape, form, source, packed=packed, trained=dict(arrays))
+        own = {name: array for name, array in arrays.items() if name != "histogram" and name not in shared}
+        if form.reads == "stream" and form.is_shifted and (bias := bias_of(layer - lead)) is not None:
+            own["shift"] = own["shift"] - bias
+        params[place] = {**shared, **{name: send(np.asarray(array)) for name, array in own.items()}}
         programs.forms[prediction.scoring(place).name] = prediction.scoring(place)
     return Predictors(prediction, programs, params, lines)
 

@@ -79,7 +79,7 @@ def test_untrained_predictors_are_those_that_are_asked_for():
     both = chosen(lead=2)
     layers = range(RELU.layers)
     assert set(both.entries) == {(0, layer) for layer in layers} | {(2, 2)}
-    assert both.entries[0, 1].form == Form(kind="gate", bits=4) and both.entries[2, 2].form.bits == 1
+    assert both.entries[0, 1].form == Form(kind="gate", bits=4) and both.entries[2, 2].form.bits == 4
     assert [both.skipping(layer) for layer in layers] == [(0, 0), (0, 1), (0, 2)]
     early = chosen(lead=1, skip_lead=1, places=False, skip_bits=2)
     assert [early.skipping(layer) for layer in layers] == [(0, 0), (1, 1), (1, 2)]
