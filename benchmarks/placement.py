@@ -1,9 +1,9 @@
 """What each neuron policy is worth: the share of live neurons it finds on the device, on a real model's traces.
 
     python -m benchmarks.placement --model tiny-relullama --documents 16
-    python -m benchmarks.placement --model /tmp/synth-1.1b --ids topics:160 --documents 6 --trace /tmp/synth.npz
+    python -m benchmarks.placement --model runs/synth-1.1b --ids topics:160 --documents 6 --trace runs/synth.npz
     python -m benchmarks.placement --pools 0.4 --windows 0.5 --set swap_rule=gain --set ranking=flag
-    python -m benchmarks.placement --table docs/placement.md --synthetic /tmp/synth-1.1b
+    python -m benchmarks.placement --table docs/placement.md --synthetic runs/synth-1.1b
 
 Live sets come from running the model over held-out text; frequencies, calibration and residuals from other text. A
 document is a prompt, whose live counts seed the frequencies, and decoded tokens. The planner that drives the engine
