@@ -14,6 +14,7 @@ from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig, ModelSpec
 from dynajax.engine import Engine
 from dynajax.engine.observing import Seen
+from dynajax.engine.prediction import SILU_DENSITY
 from dynajax.errors import StorageError, UsageError
 from dynajax.text import load_tokenizer
 from hostcompute.reference import activate
@@ -23,7 +24,6 @@ Floats = npt.NDArray[np.float32]
 LEADS = (1, 2, 3)
 SAMPLE = 512  # tokens from which the contributions are computed
 WINDOW = 512  # tokens read at a time; each window is a text of its own
-DENSITY = 0.5  # share of a token's units that is wanted where none is zero
 CHUNK = 1024  # neurons whose contributions are computed at a time
 
 
@@ -139,7 +139,7 @@ def collect(
     config: EngineConfig,
     windows: Sequence[Sequence[int]],  # token ids, each a text of its own
     progress: Callable[[str, int, int], None],
-    density: float = DENSITY,  # see `Wanted`
+    density: float = SILU_DENSITY,  # see `Wanted`
 ) -> tuple[Checkpoint, Collected]:
     """Run the model over the windows, offloaded as `config` says, and count. The last token of a window is not seen."""
     checkpoint = Checkpoint.open(folder)

@@ -24,8 +24,7 @@ from dynajax.errors import DynajaxError, EngineError
 from dynajax.plan import LayerPlan
 from dynajax.policy.costs import CostEstimator, CostName, Costs
 from dynajax.policy.planner import NeuronPlanner
-from dynajax.policy.swaps import rung_below, swap_ladder
-from dynajax.transfer import Block, Transfer
+from dynajax.transfer import Block, Transfer, piece_sizes
 
 HANG_S = 60.0  # without an answer for so long the thread counts as hung
 MOST_BACKLOG = 4  # tasks a layer that may wait
@@ -133,6 +132,10 @@ class Scheduler:
         self.moves.late[layer] += 1
         return None
 
+    def forget(self, layer: int) -> None:
+        """The plan that was asked for last is not going to be used."""
+        self._used[layer] = self._asked[layer]
+
     def ran(self, what: Ran) -> None:
         """A layer has run."""
         self._give(lambda: self._observe(what))
@@ -235,11 +238,11 @@ class Scheduler:
             self._news.notify_all()
 
     def _move(self, layer: int, plan: LayerPlan) -> None:
-        """Carry out a plan's swaps in pieces of a rung: the pool names units only once they are on the device."""
+        """Carry out a plan's swaps, piece by piece: the pool names units only once they are on the device."""
         at, count = 0, len(plan.units)
-        ladder = swap_ladder(self._transfer.count)
+        sizes = piece_sizes(self._transfer.count)
         while at < count:
-            piece = slice(at, at + rung_below(count - at, ladder))
+            piece = slice(at, at + max(size for size in sizes if size <= count - at))
             begin = time.perf_counter()
             block = self._transfer.load(layer, plan.units[piece])
             self._transfer.apply(layer, block, plan.units[piece], plan.slots[piece])

@@ -113,7 +113,7 @@ def _refusal(staging: Staging, block: np.ndarray) -> str | None:
         staging.register([block])
         staging.send(block)
     except (jax.errors.JaxRuntimeError, ValueError, AttributeError) as error:
-        return str(error).strip().splitlines()[0]
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
     finally:
         staging.close()
     return None

@@ -125,6 +125,11 @@ class Transfer:
         self._free.append(staging)
 
 
+def piece_sizes(most: int) -> tuple[int, ...]:
+    """How many units a transfer carries while decoding: powers of two up to `most`, so that few programs do."""
+    return tuple(2**power for power in range(most.bit_length())) if most else ()
+
+
 def fill_piece(units: int, host_unit_bytes: int, device_unit_bytes: int, spare_bytes: int) -> int:
     """How many units the fill moves at a time: at most a twentieth of the smallest pool, whose update then needs no
     larger temporary, and so few that the pieces in flight and one converted piece fit the scratch memory, which

@@ -321,6 +321,8 @@ def _save(path: Path, tree: dict[str, dict[str, npt.NDArray]]) -> None:
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
+        if (marker := path / "commit_success.txt").is_file():
+            marker.write_text("committed\n", encoding="utf-8")  # orbax puts the draft's path there, which is gone
     except (ValueError, RuntimeError) as error:  # tensorstore words a full disk as one of these
         raise storage_error(path, error) from error
 

@@ -15,6 +15,7 @@ from dynajax.engine.loaded import Loaded
 from dynajax.engine.prediction import Place, Predictors
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece, Rows
+from dynajax.engine.threads import cut_chunks
 from dynajax.programs.bodies import ADMITTED
 
 Scores = npt.NDArray[np.uint8]
@@ -117,7 +118,7 @@ class MaskedPrompt:
                     truth.append(self._check.live(layer, h, np.arange(size) < count))
             if hidden:
                 y = self._cold_half(layer, np.concatenate(hidden), np.concatenate(scores), source.theta)
-                y_cold = _cut(y, pieces)
+                y_cold = cut_chunks(y, pieces)
             if truth:
                 self._look(layer, np.concatenate(truth), np.concatenate(scores), source.theta)
             on_part(layer + 1, spec.layers)
@@ -150,13 +151,3 @@ class MaskedPrompt:
 
 def _stream(state: DeviceState, start: int, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(state.xs, np.int32(start), size)
-
-
-def _cut(y: Rows, pieces: list[Piece]) -> list[Rows]:
-    """y [T, W] of all tokens, as padded chunks."""
-    chunks = []
-    for start, size, count in pieces:
-        chunk = np.zeros((size, y.shape[1]), np.float32)
-        chunk[:count] = y[start : start + count]
-        chunks.append(chunk)
-    return chunks

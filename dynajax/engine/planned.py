@@ -126,8 +126,8 @@ class PlannedRunner:
         """One token in each row through the model; see `Runner`."""
         if self.layers.observer is not None:
             return self.layers.rows(state, ids, positions, active)
-        begin = time.perf_counter()
         programs, weights = self._programs, self._weights
+        begin, compiled_s = time.perf_counter(), programs.compile_s
         tables = weights.tables
         x = programs.get("embed_rows")(tables, ids, positions) if tables else weights.lookup(ids, positions)
         attend = programs.get("attend_rows", bucket_of(int(positions.max()) + 1, programs.shapes.prefixes))
@@ -145,7 +145,8 @@ class PlannedRunner:
             plan = self._plan(layer, active)
             x, y_cold = self._ffn(layer, x, h, plan, active)
         self._token += 1
-        self._learn(self._cold.counters.seconds - before_s, time.perf_counter() - begin)
+        token_s = time.perf_counter() - begin - (programs.compile_s - compiled_s)
+        self._learn(self._cold.counters.seconds - before_s, token_s)
         dispatched = time.perf_counter()
         logits = programs.get("head")(weights.norm, weights.table, x, y_cold)
         if self.lanes is not None:
@@ -169,6 +170,8 @@ class PlannedRunner:
     def _plan(self, layer: int, active: npt.NDArray[np.bool_]) -> LayerPlan | None:
         """Ask for the plan of the layer that is `lead` ahead, the first ones' for the next token; take this one's."""
         if not self._moving:
+            if self.wishes.moves:
+                self._open_scheduler().forget(layer)
             return None
         scheduler, target = self._open_scheduler(), (layer + self.wishes.lead) % len(self._weights.layers)
         leads = range(self.wishes.lead, -1, -1)  # of the first layers only shorter leads are known, from a token ago
@@ -219,7 +222,7 @@ class PlannedRunner:
         assert self.predictors is not None, "nothing can be skipped without scores"
         place = self.predictors.prediction.skipping(layer)
         assert place is not None, f"layer {layer} has no scores to skip by"
-        if plan is None:
+        if plan is None or plan.theta != self.wishes.theta:  # late, or made without scores
             return self._scores[place], self.wishes.theta, self.wishes.theta
         return self._scores[place], plan.theta_g, plan.theta_c
 

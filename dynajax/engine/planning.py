@@ -14,26 +14,26 @@ import numpy.typing as npt
 
 from dynajax import budget
 from dynajax.budget import MemoryPlan
-from dynajax.checkpoint import Statistics, read_contributions, read_spec, read_stats, stats_path
+from dynajax.checkpoint import Checkpoint, Statistics, read_contributions, read_spec, read_stats, stats_path
 from dynajax.checkpoint.generation import GENERATION_NAME, read_generation_config
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
 from dynajax.engine.hosts import Host, make_host, offload_mode
 from dynajax.engine.prediction import NONE, Prediction, choose
 from dynajax.engine.strategy import Strategy, resolve
-from dynajax.errors import FitError, ModelError, UsageError
+from dynajax.errors import FitError, ModelError, StorageError, UsageError
 from dynajax.model_folder import model_folder
 from dynajax.plan import Placement
 from dynajax.policy.placement import block_units, place_equal, place_static
-from dynajax.policy.swaps import rung_below, swap_ladder
 from dynajax.programs import Programs, Shapes
 from dynajax.programs.shapes import round_ctx
-from dynajax.transfer import RING, fill_piece
+from dynajax.staging import open_staging
+from dynajax.transfer import RING, fill_piece, piece_sizes
 from hostcompute import ffi
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CTX = 4096
-MOST_STAGED = 72  # units sent at a time while decoding
+MOST_STAGED = 64  # units sent at a time while decoding
 Progress = Callable[[str, int, int], None]
 
 
@@ -66,12 +66,13 @@ def prepare(
     *,
     folder: Path | None = None,
     fingerprint: str | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress | None = None,
 ) -> Prepared:
     """Resolve every `auto`, size the pool and place the units; `fingerprint` guards the statistics if given.
 
     Without `folder` the model is looked up, and of a model on the hub only its config is downloaded.
     """
+    progress = progress or _silent
     if folder is None:
         folder = model_folder(model, offline=config.offline, config_only=True, progress=progress)
     spec = read_spec(folder)
@@ -80,6 +81,8 @@ def prepare(
     ctx = resolve_ctx(config, spec)
     shapes = Shapes(spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch)
     strategy = resolve(config, spec, folder, fingerprint, device.platform)
+    if strategy.moves and config.staging != "auto":
+        open_staging(config.staging, device, np.zeros((1, 16), np.float32))  # refused before anything is loaded
     layout = lay_out(config, strategy, shapes, device, progress)
     if layout.mode == "resident":
         strategy = strategy.resident(spec)
@@ -88,7 +91,7 @@ def prepare(
     if strategy.planned:
         layout, prediction, staged = add_plans(layout, strategy, host_unit, fingerprint)
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
-    place = place_equal if strategy.moves else place_static
+    place = place_equal if strategy.planned else place_static  # two pool sizes, where each has more programs
     placement = place(frequency, unit, 0 if strategy.policy == "none" else layout.pool_bytes)
     if config.stats == "auto" and not frequency.any() and 0 < placement.resident < frequency.size:
         log.warning("no activation statistics in %s: neurons are placed by their number", folder)
@@ -148,16 +151,19 @@ def lay_out(config: EngineConfig, strategy: Strategy, shapes: Shapes, device: ja
         layout = _try(config, "resident", shapes, device, progress)
         if layout is not None:
             return layout
+    return lay_out_offloaded(config, strategy, shapes, device, progress)
+
+
+def lay_out_offloaded(
+    config: EngineConfig, strategy: Strategy, shapes: Shapes, device: jax.Device, progress: Progress
+) -> Layout:
+    """With units on both sides."""
     mode = "threads" if strategy.planned else offload_mode(config.host_mode, device.platform)
-    if strategy.planned:
-        layout = _try(config, "planned", shapes, device, progress)
-        assert layout is not None
-        return replace(layout, mode=mode)
-    if config.host_mode == "auto" and mode == "threads" and device.platform == "cpu":
+    if config.host_mode == "auto" and mode == "threads" and device.platform == "cpu" and not strategy.planned:
         log.warning("host mode threads, which is slower than ffi: %s", ffi.unavailable())
-    layout = _try(config, mode, shapes, device, progress)
+    layout = _try(config, "planned" if strategy.planned else mode, shapes, device, progress)
     assert layout is not None
-    return layout
+    return replace(layout, mode=mode)
 
 
 def _try(config: EngineConfig, mode: str, shapes: Shapes, device: jax.Device, progress: Progress) -> Layout | None:
@@ -196,7 +202,8 @@ def add_plans(
 ) -> tuple[Layout, Prediction, int]:
     """The layout with what plans need beside the pool -> that, the predictors, and units sent at a time."""
     shapes, programs = layout.programs.shapes, layout.programs
-    staged = rung_below(max(1, block_units(shapes.spec.ffn) // 20), swap_ladder(MOST_STAGED)) if strategy.moves else 0
+    fitting = piece_sizes(min(MOST_STAGED, max(1, block_units(shapes.spec.ffn) // 20)))
+    staged = fitting[-1] if strategy.moves else 0
     staging = {"staging": RING * staged * host_unit}
     prediction = choose(
         shapes.spec, strategy.knobs, strategy.trained, fingerprint, skips=strategy.skips, places=strategy.places
@@ -236,18 +243,36 @@ def compiled_for(mode: str, shapes: Shapes, progress: Progress) -> tuple[Host | 
 
 
 def plan_for(model: str, config: EngineConfig) -> MemoryPlan:
-    """The memory plan an engine would have; reads config.json and statistics, never weights.
+    """The memory plan an engine would have; reads config.json, statistics and predictors, of weights only what names
+    them, if they are there.
 
     Its smallest budget is that of the mode an engine with such a budget would have: where this one is resident, other
     programs are compiled to know it.
     """
-    prepared = prepare(model, config)
+    folder = model_folder(model, offline=config.offline, config_only=True, progress=_silent)
+    fingerprint = fingerprint_of(folder)
+    prepared = prepare(model, config, folder=folder, fingerprint=fingerprint)
     if prepared.host_mode != "resident":
         return prepared.memory
-    platform, shapes = jax.local_devices()[0].platform, prepared.programs.shapes
-    *_, temporaries = compiled_for(offload_mode("auto", platform), shapes, lambda stage, done, total: None)
-    needed = sum(fixed_bytes(shapes, temporaries).values())
-    return replace(prepared.memory, smallest_budget_bytes=budget.smallest_budget(needed, gpu=platform != "cpu"))
+    device, shapes, spec = jax.local_devices()[0], prepared.programs.shapes, prepared.spec
+    strategy = resolve(config, spec, folder, fingerprint, device.platform)
+    layout = lay_out_offloaded(config, strategy, shapes, device, _silent)
+    if strategy.planned:
+        layout = add_plans(layout, strategy, budget.unit_bytes(spec, prepared.host_dtype), fingerprint)[0]
+    least = budget.smallest_budget(sum(layout.fixed.values()), gpu=layout.gpu)
+    return replace(prepared.memory, smallest_budget_bytes=least)
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """No progress wanted."""
+
+
+def fingerprint_of(folder: Path) -> str | None:
+    """Of the weights, if they are there: by it predictors and statistics are known. None: there is only a config."""
+    try:
+        return Checkpoint.open(folder).fingerprint()
+    except (ModelError, StorageError):
+        return None
 
 
 def generation(folder: Path, spec: ModelSpec) -> dict[str, Any]:

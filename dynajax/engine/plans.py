@@ -20,12 +20,11 @@ from dynajax.engine.prediction import Predictors, knobs_of, load_predictors, sou
 from dynajax.policy.costs import CostEstimator, Costs
 from dynajax.policy.guard import Guard
 from dynajax.policy.planner import NeuronPlanner
-from dynajax.policy.swaps import swap_ladder
 from dynajax.programs.bodies import ADMITTED, LIVE
 from dynajax.scheduler import Ran, Scheduler, Sizes, Span
 from dynajax.staging import open_staging
 from dynajax.trace import Recorder
-from dynajax.transfer import Transfer, fill_pool
+from dynajax.transfer import Transfer, fill_pool, piece_sizes
 from predictors.gate import GateSource
 
 CLOSE_S = 2.0  # how long a scheduler that may hang is waited for
@@ -146,7 +145,7 @@ def make_plans(
         moves=strategy.moves and any(loaded.pool.slots),
         always_waits=deterministic,
         skips_prompts=strategy.skips and knobs.sparse_prefill,
-        lead=prepared.prediction.lead if prepared.prediction.entries else min(knobs.lead, spec.layers - 1),
+        lead=min(knobs.lead, spec.layers - 1),
         deadline_s=knobs.deadline_s,
     )
     check = LiveCheck(loaded, aside, prepared.prediction.density)
@@ -170,14 +169,15 @@ def make_plans(
 
 
 def _compile(plans: Plans) -> None:
-    """Every program that decoding may come to need, so that none is compiled then: updates, and exact checks."""
+    """What decoding needs for every size of a pool, so that it is not compiled then: a longer KV prefix's still is."""
     loaded, prepared = plans.loaded, plans.prepared
     for slots in sorted(set(loaded.pool.slots) - {0}):
+        loaded.programs.get("hot_admitted_rows", slots)
         if prepared.strategy.skips:
             loaded.programs.get("live_slots", loaded.programs.shapes.batch, slots)
         if plans.runner.wishes.moves:
-            for rung in swap_ladder(prepared.staged):
-                loaded.programs.get("write", slots, rung, loaded.store.dtype.name)
+            for size in piece_sizes(prepared.staged):
+                loaded.programs.get("write", slots, size, loaded.store.dtype.name)
 
 
 def probe_block(plans: Plans) -> npt.NDArray:

@@ -90,7 +90,7 @@ def choose(
     lead = 0 if spec.parallel else min(knobs.lead, spec.layers - 1)  # a parallel layer's stream is not at hand
     skip_lead = min(knobs.skip_lead, lead)
     ranks = None if spec.activation.has_zeros else SILU_DENSITY
-    common: dict[str, Any] = {"lead": lead, "skip_lead": skip_lead, "density": knobs.density or ranks}
+    common: dict[str, Any] = {"lead": lead, "skip_lead": skip_lead}
     wanted = _wanted(spec.layers, lead, skip_lead, skips=skips, places=places)
     shape = Shape.of(spec)
     if trained is None:
@@ -101,7 +101,8 @@ def choose(
             return Form(kind="gate", bits=bits).at(place[0])
 
         entries = {place: Entry(layer=place[1], lead=place[0], form=form(place)) for place in wanted}
-        return Prediction(kind="gate", entries=entries, bytes=_bytes(shape, entries, 2), **common)
+        density = knobs.density or ranks
+        return Prediction(kind="gate", entries=entries, density=density, bytes=_bytes(shape, entries, 2), **common)
     manifest = manifest_of(trained, spec, fingerprint)
     held = {(entry.lead, entry.layer): entry for entry in manifest.all_entries()}
     entries = {place: held[place] for place in wanted if place in held}
@@ -112,7 +113,11 @@ def choose(
     if skips:  # what has no predictor of lead 0 goes by that of `lead`
         entries |= {(lead, i): held[lead, i] for i in range(lead, spec.layers) if (0, i) not in held}
     size = _bytes(shape, entries, DTYPES[manifest.dtype].itemsize)
-    return Prediction(kind=manifest.kind, entries=entries, dtype=manifest.dtype, folder=trained, bytes=size, **common)
+    if ranks is not None:  # what they were trained to find
+        told = [entry.metrics["density"] for entry in entries.values() if entry.metrics and "density" in entry.metrics]
+        ranks = round(float(np.mean(told)), 3) if told else ranks
+    common |= {"density": knobs.density or ranks, "dtype": manifest.dtype, "folder": trained}
+    return Prediction(kind=manifest.kind, entries=entries, bytes=size, **common)
 
 
 def _wanted(layers: int, lead: int, skip_lead: int, *, skips: bool, places: bool) -> list[Place]:
@@ -143,6 +148,9 @@ class Predictors:
         self.prediction, self._programs, self._params = prediction, programs, params
         self._names = {place: prediction.scoring(place).name for place in params}
         self._lines = {place: (np.float32(a), np.float32(b)) for place, (a, b) in calibrations.items()}
+        self._from: dict[int, list[Place]] = {}
+        for lead, target in params:
+            self._from.setdefault(target - lead, []).append((lead, target))
 
     def score(self, place: Place, stream: jax.Array, h: jax.Array) -> jax.Array:
         """uint8 [B, F]: of the layer of `place`, from what is known `lead` layers before."""
@@ -151,7 +159,7 @@ class Predictors:
 
     def leads_from(self, layer: int) -> list[Place]:
         """What can be scored once this layer's attention has run."""
-        return [(lead, target) for lead, target in self._params if target - lead == layer]
+        return self._from.get(layer, [])
 
 
 def load_predictors(
@@ -193,7 +201,6 @@ def load_predictors(
         if form.reads == "stream" and form.is_shifted and (bias := bias_of(layer - lead)) is not None:
             own["shift"] = own["shift"] - bias
         params[place] = {**shared, **{name: send(np.asarray(array)) for name, array in own.items()}}
-        programs.forms[prediction.scoring(place).name] = prediction.scoring(place)
     return Predictors(prediction, programs, params, lines)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -47,16 +46,14 @@ def score(parts: Parts, ids: Sequence[int], source: Source | None, *, check: boo
 def _logprobs(parts: Parts, ids: Sequence[int], pieces: list[Piece], y_cold: list[Rows]) -> npt.NDArray[np.float32]:
     """By the program that decoding ends with, as many positions at a time as that has rows: no further memory."""
     programs, weights, state = parts.prepared.programs, parts.stepper.weights, parts.stepper.state
-    head, batch = programs.get("head"), programs.shapes.batch
-    found = np.empty(len(ids) - 1, np.float32)
-    for (start, size, count), y in zip(pieces, y_cold, strict=True):
-        for at in range(0, count, batch):
-            first = min(at, size - batch)  # the last rows of a chunk are asked for twice where they are no whole batch
-            x = jax.lax.dynamic_slice_in_dim(state.xs, np.int32(start + first), batch)
-            logits = np.asarray(head(weights.norm, weights.table, x, y[first : first + batch].copy()))
-            for row in range(at - first, min(batch, count - first)):
-                position = start + first + row
-                found[position] = _log_softmax_at(logits[row], ids[position + 1])
+    head, batch, count = programs.get("head"), programs.shapes.batch, len(ids) - 1
+    y = np.concatenate([part[:tokens] for part, (_, _, tokens) in zip(y_cold, pieces, strict=True)])
+    found = np.empty(count, np.float32)
+    for first in range(0, count, batch):
+        rows = np.minimum(np.arange(first, first + batch), count - 1)  # of too many the last one again and again
+        logits = np.asarray(head(weights.norm, weights.table, state.xs[rows], y[rows]))
+        for row, position in enumerate(range(first, min(first + batch, count))):
+            found[position] = _log_softmax_at(logits[row], ids[position + 1])
     return found
 
 

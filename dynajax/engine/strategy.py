@@ -47,6 +47,8 @@ class Strategy:
 
     def resident(self, spec: ModelSpec) -> Strategy:
         """The same where every unit is on the device: nothing to move, and nothing gained by skipping."""
+        if self.moves and not self.guarded:
+            log.warning("every neuron is on the device: --policy %s has nothing to move", self.policy)
         sparsity = plain_sparsity(spec) if self.skips else self.sparsity
         return replace(self, sparsity=sparsity, policy="static", guarded=False)
 
@@ -77,6 +79,11 @@ def resolve(config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: st
     if strategy.planned and config.host_mode in ("callback", "ffi"):
         cause = "--sparsity predicted" if strategy.skips else f"--policy {policy}"
         raise UsageError(f"{cause} needs --host-mode threads (or auto), got {config.host_mode}")
+    if strategy.moves and not strategy.skips and not spec.activation.has_zeros:
+        raise UsageError(
+            f"--policy {policy} has nothing to follow: {spec.activation.kind} is never zero, and every token needs all "
+            "neurons: add --sparsity predicted"
+        )
     if trained is None and config.predictor == "auto" and (strategy.skips or strategy.places):
         log.warning("no predictors were trained for this model: low-bit copies of its gates guess (--predictor gate)")
     return strategy

@@ -232,9 +232,14 @@ class ThreadsRunner:
         y = self._cold.run(layer, h) if self.observer is None else self.observer.compute(layer, h, hot, streams)
         if self.lanes is not None:
             self.lanes.host(f"cold {layer}", begin)
-        chunks = []
-        for start, size, count in pieces:
-            chunk = np.zeros((size, y.shape[1]), np.float32)
-            chunk[:count] = y[start : start + count]
-            chunks.append(chunk)
-        return chunks
+        return cut_chunks(y, pieces)
+
+
+def cut_chunks(y: Rows, pieces: list[Piece]) -> list[Rows]:
+    """y [T, W] of all tokens, as padded chunks."""
+    chunks = []
+    for start, size, count in pieces:
+        chunk = np.zeros((size, y.shape[1]), np.float32)
+        chunk[:count] = y[start : start + count]
+        chunks.append(chunk)
+    return chunks

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from dynajax.checkpoint import Checkpoint
+from dynajax.engine.prediction import source_of_units
 from predictors.fitting import Settings
 from predictors.forms import Form, Shape, form_bytes
 from predictors.gate import GateSource
@@ -26,21 +27,14 @@ def forms_for(shape: Shape, kind: str) -> tuple[Form, ...]:
 
 def sources_of(checkpoint: Checkpoint) -> Callable[[int], GateSource]:
     """Reads what a gate predictor needs of one layer; float32."""
-    spec, shape = checkpoint.spec, Shape.of(checkpoint.spec)
+    spec = checkpoint.spec
 
     def source(layer: int) -> GateSource:
         units = np.empty((spec.ffn, spec.ffn_parts, 1, spec.unit_width), np.float32)
         checkpoint.fill_bundle(layer, units)
         dense = checkpoint.attention(layer, "float32")
         norm = "attention_norm" if spec.shared_norm else "ffn_norm"
-        firsts = range(shape.matrices)
-        return GateSource(
-            rows=tuple(units[:, part, 0, : spec.hidden] for part in firsts),
-            norm=dense[norm],
-            norm_bias=dense.get(f"{norm}_bias"),
-            biases=tuple(units[:, part, 0, spec.hidden] for part in firsts) if spec.ffn_bias else (),
-            down_norm=np.linalg.norm(units[:, -1, 0], axis=1),
-        )
+        return source_of_units(spec, units, dense[norm], dense.get(f"{norm}_bias"))
 
     return source
 

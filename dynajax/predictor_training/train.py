@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.checkpoint import Checkpoint
-from dynajax.collecting import DENSITY, Wanted, but_prefill, undisturbed
+from dynajax.collecting import Wanted, but_prefill, undisturbed
 from dynajax.config import EngineConfig
 from dynajax.engine import Engine
 from dynajax.engine.observing import Seen
 from dynajax.engine.planning import budget_limit
+from dynajax.engine.prediction import SILU_DENSITY
 from dynajax.errors import FitError, UsageError
 from dynajax.predictor_training.runs import Run
 from dynajax.predictor_training.sources import device_bytes, forms_for, sources_of
@@ -38,7 +39,7 @@ class Recipe:
 
     lead: int = 1  # predictors for every lead from 0 to this
     kind: str = "auto"
-    density: float = DENSITY  # see `collecting.Wanted`
+    density: float = SILU_DENSITY  # see `collecting.Wanted`
     buffer_bytes: int = 2**30
     passes: int = 4
     seed: int = 0

@@ -105,13 +105,13 @@ def test_a_layer_without_scores_of_its_lead_skips_all_the_same(models, monkeypat
 
 
 def test_programs_are_all_there_after_the_first_token(models, tmp_path):
-    """Also where every layer's pool has another size, and checks look at one layer after the other."""
+    """Also where pools differ in size, and checks look at one layer after the other."""
     spec = SPECS["relu"]
     frequency = np.random.default_rng(0).random((spec.layers, spec.ffn), np.float32) * [[0.6], [0.8], [1.0]]
     stats = tmp_path / "stats.npz"
     owner = Checkpoint.open(models["relu"]).fingerprint()
     write_stats(stats, fingerprint=owner, frequency=frequency.astype(np.float32), tokens=10)
-    with opened(models["relu"], policy="static", sparsity="predicted", stats=str(stats)) as engine:
+    with opened(models["relu"], 55, policy="static", sparsity="predicted", stats=str(stats)) as engine:
         assert len(set(engine.stats()["pool_slots"]) - {0}) > 1, engine.stats()["pool_slots"]
         programs = engine._parts.prepared.programs
         engine.generate(PROMPT, max_new_tokens=1)

@@ -48,6 +48,14 @@ def test_plain_scores_are_those_of_decoding(models, settings):
     assert scored.counts is None
 
 
+@pytest.mark.parametrize("batch", [3, 16])
+def test_a_wide_batch_scores_the_same(models, batch):
+    with opened(models["relu"], sparsity="exact", policy="static", set={}) as engine:
+        expected = engine.score(TEXT[:12]).logprobs
+    with opened(models["relu"], sparsity="exact", policy="static", set={}, batch=batch) as engine:
+        np.testing.assert_allclose(engine.score(TEXT[:12]).logprobs, expected, atol=1e-5)
+
+
 def test_other_masks(models):
     """All admitted is the plain model, nothing admitted is none at all; a random mask keeps its density."""
     spec = SPECS["relu"]

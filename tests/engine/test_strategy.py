@@ -64,6 +64,7 @@ def test_what_guesses_without_training_is_said_once_and_only_where_something_gue
         ({"sparsity": "predicted", "host_mode": "ffi"}, "--sparsity predicted needs --host-mode threads"),
         ({"policy": "lru", "host_mode": "callback"}, "--policy lru needs --host-mode threads"),
         ({"sparsity": "predicted", "predictor": "none"}, "--sparsity predicted needs a predictor"),
+        ({"spec": SILU, "policy": "macro"}, "--policy macro has nothing to follow: silu is never zero"),
     ],
 )
 def test_refusals(monkeypatch, config, words):

@@ -10,6 +10,7 @@ from dynajax import Engine
 from dynajax.checkpoint import Checkpoint, resolve_model
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
+from dynajax.errors import FitError
 from dynajax.testing import load_decoder
 from dynajax.testing.oracle import family_logits
 from tests.references.transformers_reference import FILE, NEW_TOKENS, POSITIONS, PROMPT, compute
@@ -106,3 +107,12 @@ def test_statistics_put_more_live_units_on_the_device_than_chance():
     with Engine.from_pretrained("tiny-relullama", vram_budget=budget, stats="none", **FLOAT32) as engine:
         blind = engine.generate(PROMPT, max_new_tokens=32).units
     assert informed.hot_share > blind.hot_share + 0.1
+
+
+def test_the_smallest_budget_is_that_of_the_engine_that_skips():
+    """The model has predictors, so an engine that does not hold all of it uses them: their bytes are in it."""
+    least = plan_for("tiny-relullama", EngineConfig(ctx=256)).smallest_budget_bytes
+    plan = plan_for("tiny-relullama", EngineConfig(ctx=256, vram_budget=least))
+    assert plan.units_resident == 0 and plan.predictors > 0 and plan.smallest_budget_bytes == least
+    with pytest.raises(FitError, match=f"{least}B"):
+        plan_for("tiny-relullama", EngineConfig(ctx=256, vram_budget=least - 1))
