@@ -4,6 +4,8 @@ PYTHON ?= python3
 DEMO_MODEL ?= tiny-relullama
 # What the demo may use of the device: the rest of the model, plus about 40 % of its FFN.
 DEMO_BUDGET ?= 16.5MiB
+# Processes that run the tests; each takes some 3 GB of memory.
+WORKERS ?= 2
 DEMO_PROMPT ?= Call me Ishmael. Some years ago
 
 VENV := .venv
@@ -21,7 +23,7 @@ demo: build  ## generate text from the shipped model, with a device budget it do
 		--prompt "$(DEMO_PROMPT)" --max-new-tokens 64
 
 test: build  ## run the tests (those marked slow: .venv/bin/pytest -m slow)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 lint: build  ## ruff, the formatter and the type checker
 	$(BIN)/ruff check
