@@ -23,7 +23,7 @@ demo: build  ## generate text from the shipped model, with a device budget it do
 		--prompt "$(DEMO_PROMPT)" --max-new-tokens 64
 
 test: build  ## run the tests (those marked slow: .venv/bin/pytest -m slow)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 lint: build  ## ruff, the formatter and the type checker
 	$(BIN)/ruff check

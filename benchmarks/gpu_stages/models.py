@@ -33,9 +33,10 @@ def tiny_model() -> Generator[str]:
 
 
 def budgets(model: str, dtype: str) -> dict[str, int]:
-    """Bytes that hold each of SHARES of the neurons on this device, margin included."""
-    plan = plan_for(model, EngineConfig(dtype=dtype, ctx=CTX, stats="none"))
-    fixed = plan_for(model, EngineConfig(dtype=dtype, ctx=CTX, stats="none", policy="none")).plan_bytes
+    """Bytes that hold each of SHARES of the neurons on this device, margin included, if nothing is predicted."""
+    config = EngineConfig(dtype=dtype, ctx=CTX, stats="none", predictor="none")
+    plan = plan_for(model, replace(config, policy="static"))
+    fixed = plan_for(model, replace(config, policy="none")).plan_bytes
     everything = plan.pool * plan.units_total // plan.units_resident
     return {
         name: smallest_budget(fixed + ceil(share * everything), gpu=plan.margin > 0) for name, share in SHARES.items()

@@ -164,9 +164,12 @@ def test_predicted_mode_records_what_was_skipped_too(models, tmp_path):
     assert live.sum() == books.seen_live.sum() > books.seen_computed.sum()
 
 
-@pytest.mark.parametrize("policy", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
-def test_of_silu_the_wanted_neurons_are_recorded(models, tmp_path, policy):
-    with opened(models["silu"], policy=policy, sparsity="dense") as engine:
+@pytest.mark.parametrize(
+    ("policy", "sparsity"),
+    [("dynamic", "predicted"), pytest.param("static", "dense", marks=pytest.mark.slow)],
+)
+def test_of_silu_the_wanted_neurons_are_recorded(models, tmp_path, policy, sparsity):
+    with opened(models["silu"], policy=policy, sparsity=sparsity) as engine:
         trace, _ = record(engine, tmp_path, [[PROMPT]], max_new_tokens=2)
     assert set(trace.live_of(1).sum(axis=1)) == {48}
 
