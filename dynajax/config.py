@@ -239,7 +239,7 @@ class PolicyConfig:
 
     lam: float = 0.7  # importance v = a + lam * f
     decay: float = 0.98  # of f per token, which so remembers 1 / (1 - decay) tokens
-    lead: int = 1  # layers between a prediction and its use; the time a transfer hides behind
+    lead: int = 1  # layers between a prediction and its use; the time a transfer hides behind; 0: none
     skip_lead: int = 0  # the same for the scores that decide which neurons are skipped
     skip_bits: int = 4  # of the low-bit gates that decide it where no predictors were trained
     place_bits: int = 4  # of those that steer placement; equal ones are the same copies

@@ -31,7 +31,7 @@ class Books:
 
 
 def live_of(ran: Ran, marks: npt.NDArray[np.uint8] | None, units: int) -> npt.NDArray[np.bool_]:
-    """[R, F] what was live in a layer; of what was computed, if nobody looked at the rest. marks [R, G]."""
+    """[R, F] what was live in a layer; on the host of what was computed, if nobody looked. marks [R, G]."""
     if ran.truth is not None:
         return ran.truth
     live = np.zeros((len(ran.cold_live), units), np.bool_)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dynajax.checkpoint.places import predictors_folder
 from dynajax.config import ModelSpec, PolicyConfig
-from dynajax.errors import UsageError
+from dynajax.errors import MismatchError, UsageError
 from dynajax.programs import Programs, Scoring
 from predictors.folder import DTYPES, MANIFEST_NAME, Manifest, matching_manifest, read_entries
 from predictors.forms import Entry, Form, Shape, form_bytes
@@ -188,6 +188,8 @@ def load_predictors(
             source = source_of(layer)
             if prediction.folder is None:
                 known = None if cosine is None or not 1 <= lead <= 3 else float(cosine[layer - lead, lead - 1])
+                if known is not None and not -1.01 <= known <= 1.01:
+                    raise MismatchError(f"statistics with a cosine of {known}: collect them again")
                 lines[place] = calibration(shape, form, lead, source, known)
             if (layer, form.bits) not in made:
                 made = {key: value for key, value in made.items() if key[0] == layer}  # earlier layers are through
