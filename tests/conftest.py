@@ -1,7 +1,10 @@
 """What every test relies on: the CPU backend, no silent rank promotion, and no GPU test without a GPU."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 
 import pytest
@@ -11,6 +14,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile far more than they run: a quarter less time without these
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # both processes of a run, and every child, compile a program once
+    _compiled = tempfile.mkdtemp(prefix="dynajax-tests-")
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 if "jax" in sys.modules:
     raise pytest.UsageError(
         "a pytest plugin imported jax before tests/conftest.py could set its platform: use -p no:NAME"

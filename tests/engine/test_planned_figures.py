@@ -150,7 +150,7 @@ def test_late_plans_are_told(models, monkeypatch):
 
 KINDS = [("relu", "dynamic", "exact"), ("relu", "dynamic", "predicted")]
 KINDS += [("silu", "static", "predicted"), pytest.param("silu", "dynamic", "predicted", marks=pytest.mark.slow)]
-KINDS += [pytest.param("silu", "lru", "dense", marks=pytest.mark.slow)]
+KINDS += [pytest.param("silu", "lru", "predicted", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "policy", "sparsity"), KINDS)
