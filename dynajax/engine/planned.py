@@ -25,10 +25,9 @@ from dynajax.engine.observing import Seen
 from dynajax.engine.prediction import Place, Predictors
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece
-from dynajax.engine.threads import HotTimer
+from dynajax.engine.threads import HotTimer, begin_rows
 from dynajax.plan import LayerPlan
 from dynajax.policy.guard import Guard
-from dynajax.programs import bucket_of
 from dynajax.scheduler import Ran, Scheduler
 from dynajax.timeline import Lanes
 
@@ -128,9 +127,7 @@ class PlannedRunner:
             return self.layers.rows(state, ids, positions, active)
         programs, weights = self._programs, self._weights
         begin, compiled_s = time.perf_counter(), programs.compile_s
-        tables = weights.tables
-        x = programs.get("embed_rows")(tables, ids, positions) if tables else weights.lookup(ids, positions)
-        attend = programs.get("attend_rows", bucket_of(int(positions.max()) + 1, programs.shapes.prefixes))
+        x, attend = begin_rows(programs, weights, ids, positions)
         self._timer.next_step()
         active = active.copy()  # the scheduler reads it later
         self._computed, before_s = 0, self._cold.counters.seconds

@@ -92,10 +92,7 @@ class ThreadsRunner:
     ) -> jax.Array:
         """One token in each row through the model; see `Runner`."""
         programs, weights = self._programs, self._weights
-        tables = weights.tables
-        x = programs.get("embed_rows")(tables, ids, positions) if tables else weights.lookup(ids, positions)
-        prefix = bucket_of(int(positions.max()) + 1, self._programs.shapes.prefixes)
-        attend = programs.get("attend_rows", prefix)
+        x, attend = begin_rows(programs, weights, ids, positions)
         self._timer.next_step()
         y_cold = self._zeros
         for layer, leaves in enumerate(self._weights.layers):
@@ -233,6 +230,15 @@ class ThreadsRunner:
         if self.lanes is not None:
             self.lanes.host(f"cold {layer}", begin)
         return cut_chunks(y, pieces)
+
+
+def begin_rows(
+    programs: Programs, weights: DenseWeights, ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+) -> tuple[jax.Array | Rows, jax.stages.Compiled]:
+    """Embeddings of a token in each row [B, D], and the attention program for the longest row."""
+    tables = weights.tables
+    x = programs.get("embed_rows")(tables, ids, positions) if tables else weights.lookup(ids, positions)
+    return x, programs.get("attend_rows", bucket_of(int(positions.max()) + 1, programs.shapes.prefixes))
 
 
 def cut_chunks(y: Rows, pieces: list[Piece]) -> list[Rows]:
