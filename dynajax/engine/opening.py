@@ -187,6 +187,28 @@ def load_units(
     return HostStore(())
 
 
+def make_runner(
+    prepared: Prepared, config: EngineConfig, loaded: Loaded, fingerprint: str
+) -> tuple[ThreadsRunner | TokenRunner | PlannedRunner, Plans | None]:
+    """What decodes, and what drives it where it goes by plans."""
+    if prepared.strategy.planned:
+        spec, skip_zeros = prepared.spec, prepared.strategy.sparsity != "dense"
+        plans = make_plans(
+            prepared,
+            loaded,
+            ColdSide(loaded.store, loaded.pool, loaded.host, spec.activation, skip_zeros=skip_zeros),
+            load_statistics(config.stats, prepared.folder, spec, fingerprint),
+            fingerprint,
+            staging=config.staging,
+            deterministic=config.deterministic,
+        )
+        return plans.runner, plans
+    if prepared.host is not None:
+        prepared.host.attach(loaded.cold)
+        return TokenRunner(loaded.programs, loaded.weights, loaded.pool, prepared.host, loaded.layers), None
+    return loaded.layers, None
+
+
 def load_parts(
     checkpoint: Checkpoint,
     prepared: Prepared,
@@ -214,23 +236,10 @@ def load_parts(
     store = load_units(checkpoint, prepared, pool, host, loaded(spec.layers), placed)
     skip_zeros = prepared.strategy.sparsity != "dense"
     cold = ColdSide(store, pool, host, spec.activation, skip_zeros=skip_zeros)
-    layers = runner = ThreadsRunner(programs, weights, pool, cold, meter.sample)
+    layers = ThreadsRunner(programs, weights, pool, cold, meter.sample)
     machine = Loaded(programs=programs, weights=weights, store=store, pool=pool, host=host, cold=cold, layers=layers)
-    plans, fingerprint = None, checkpoint.fingerprint()
-    if prepared.strategy.planned:
-        plans = make_plans(
-            prepared,
-            machine,
-            ColdSide(store, pool, host, spec.activation, skip_zeros=skip_zeros),
-            load_statistics(config.stats, prepared.folder, spec, fingerprint),
-            fingerprint,
-            staging=config.staging,
-            deterministic=config.deterministic,
-        )
-        runner = plans.runner
-    if prepared.host is not None:
-        prepared.host.attach(cold)
-        runner = TokenRunner(programs, weights, pool, prepared.host, layers)
+    fingerprint = checkpoint.fingerprint()
+    runner, plans = make_runner(prepared, config, machine, fingerprint)
     try:
         stepper = Stepper(programs, weights, runner, meter.sample)
     except BaseException:

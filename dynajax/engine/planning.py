@@ -95,19 +95,8 @@ def prepare(
     placement = place(frequency, unit, 0 if strategy.policy == "none" else layout.pool_bytes)
     if config.stats == "auto" and not frequency.any() and 0 < placement.resident < frequency.size:
         log.warning("no activation statistics in %s: neurons are placed by their number", folder)
-    gpu = device.platform != "cpu"
-    memory = MemoryPlan(
-        model=model,
-        budget_bytes=layout.budget_bytes,
-        pool=placement.resident * unit,
-        margin=budget.margin_bytes(layout.budget_bytes, gpu=gpu),
-        smallest_budget_bytes=budget.smallest_budget(sum(layout.fixed.values()), gpu=gpu),
-        host=budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident")
-        | plan_host_bytes(strategy, prediction, spec, RING * staged * host_unit),
-        units_total=spec.layers * spec.ffn,
-        units_resident=placement.resident,
-        **layout.fixed,
-    )
+    host = budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident")
+    host |= plan_host_bytes(strategy, prediction, spec, RING * staged * host_unit)
     return Prepared(
         model=model,
         folder=folder,
@@ -119,9 +108,9 @@ def prepare(
         prediction=prediction,
         staged=staged,
         programs=layout.programs,
-        memory=memory,
+        memory=memory_plan(model, layout, placement, unit, host),
         placement=placement,
-        fill_piece=fill_piece(spec.ffn, budget.unit_bytes(spec, host_dtype), unit, layout.temporaries),
+        fill_piece=fill_piece(spec.ffn, host_unit, unit, layout.temporaries),
         host_mode=layout.mode,
         host=layout.host,
     )
@@ -140,6 +129,21 @@ class Layout:
     pool_bytes: int  # what is left
     unlimited: bool  # the budget is whatever is needed
     gpu: bool
+
+
+def memory_plan(model: str, layout: Layout, placement: Placement, unit: int, host: dict[str, int]) -> MemoryPlan:
+    """Where every byte goes; unit: device bytes of a neuron."""
+    return MemoryPlan(
+        model=model,
+        budget_bytes=layout.budget_bytes,
+        pool=placement.resident * unit,
+        margin=budget.margin_bytes(layout.budget_bytes, gpu=layout.gpu),
+        smallest_budget_bytes=budget.smallest_budget(sum(layout.fixed.values()), gpu=layout.gpu),
+        host=host,
+        units_total=len(placement.buckets) * placement.units,
+        units_resident=placement.resident,
+        **layout.fixed,
+    )
 
 
 def lay_out(config: EngineConfig, strategy: Strategy, shapes: Shapes, device: jax.Device, progress: Progress) -> Layout:
