@@ -17,6 +17,7 @@ from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
     from dynajax.collecting import Collected
+    from dynajax.config import ModelSpec
 
 
 def collect_stats(
@@ -39,8 +40,7 @@ def collect_stats(
 
     The file steers placement: --stats FILE, or put it into the model's folder as activations.npz.
     """
-    if (text is None) == (ids is None):
-        raise UsageError("give one of --text FILE|DIR and --ids FILE")
+    check_one_source(text, ids)
     check_share("--density", density)
     config = engine.config()
     device_env.configure(config.vram_budget)
@@ -49,7 +49,6 @@ def collect_stats(
 
     from dynajax import collecting
     from dynajax.checkpoint import read_spec, write_stats
-    from dynajax.cli import prompts
     from dynajax.model_folder import model_folder
 
     with closing(progress()) as report:
@@ -57,11 +56,7 @@ def collect_stats(
         folder = model_folder(engine.model, offline=config.offline, progress=step)
         spec = read_spec(folder)
         config = collecting.with_window(config, spec)
-        length = config.ctx or 1
-        if text is not None:
-            windows = collecting.windows_of(collecting.read_texts(text), folder, tokens, length)
-        else:
-            windows = collecting.cut(prompts.prompt_ids(ids or "", spec, 0)[:tokens].tolist(), length)
+        windows = windows_from(text, ids, tokens, folder, spec, config.ctx or 1)
         checkpoint, found = collecting.collect(engine.model, folder, config, windows, step, density)
     wanted = None if spec.activation.has_zeros else density
     figures = {"frequency": found.frequency, "mass": found.mass, "cosine": found.cosine}
@@ -76,6 +71,24 @@ def collect_stats(
     if wanted is not None:
         note(f"live: the {wanted:.0%} of a token's neurons that contribute most, for none is zero")
     note(f"{found.tokens} tokens, written to {out}")
+
+
+def check_one_source(text: Path | None, ids: str | None) -> None:
+    """UsageError unless exactly one of the two was given."""
+    if (text is None) == (ids is None):
+        raise UsageError("give one of --text FILE|DIR and --ids FILE")
+
+
+def windows_from(
+    text: Path | None, ids: str | None, tokens: int, folder: Path, spec: ModelSpec, length: int
+) -> list[list[int]]:
+    """What --text, or else --ids, holds of tokens, at most `tokens`, in windows of at most `length`."""
+    from dynajax import collecting
+    from dynajax.cli import prompts
+
+    if text is not None:
+        return collecting.windows_of(collecting.read_texts(text), folder, tokens, length)
+    return collecting.cut(prompts.prompt_ids(ids or "", spec, 0)[:tokens].tolist(), length)
 
 
 def _density(found: Collected) -> list[float]:

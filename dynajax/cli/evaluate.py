@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from dynajax.cli import device_env
+from dynajax.cli.collecting import check_one_source, windows_from
 from dynajax.cli.generate import watch
 from dynajax.cli.options import EngineFlags, OutputFlags
 from dynajax.cli.output import figure, note, progress, write_json, write_out
@@ -38,15 +39,13 @@ def evaluate(
     Beside each stand the loss with a random mask of the same density and the loss without any FFN: a small gap
     means nothing on a text for which the FFN does not matter.
     """
-    if (text is None) == (ids is None):
-        raise UsageError("give one of --text FILE|DIR and --ids FILE")
+    check_one_source(text, ids)
     wanted, flags = sparsities(engine)
     config = flags.config()
     device_env.configure(config.vram_budget)
     context.obj.hold()
     from dynajax import collecting, evaluating
     from dynajax.checkpoint import read_spec
-    from dynajax.cli import prompts
     from dynajax.model_folder import model_folder
 
     with closing(progress()) as report:
@@ -54,11 +53,7 @@ def evaluate(
         folder = model_folder(engine.model, offline=config.offline, progress=step)
         spec = read_spec(folder)
         config = collecting.with_window(config, spec)
-        length = config.ctx or 1
-        if text is not None:
-            windows = collecting.windows_of(collecting.read_texts(text), folder, tokens, length)
-        else:
-            windows = collecting.cut(prompts.prompt_ids(ids or "", spec, 0)[:tokens].tolist(), length)
+        windows = windows_from(text, ids, tokens, folder, spec, config.ctx or 1)
         names = [name for name in wanted if name != "exact" or spec.activation.has_zeros or len(wanted) == 1]
         rows = evaluating.evaluate(engine.model, folder, config, names, windows, step)
     if output.json:

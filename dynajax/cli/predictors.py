@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dynajax.cli import device_env
+from dynajax.cli.collecting import check_one_source
 from dynajax.cli.generate import watch
 from dynajax.cli.options import EngineFlags, OutputFlags
 from dynajax.cli.output import note, progress, size, write_json, write_out
@@ -37,8 +38,7 @@ class TextFlags:
     tokens: Annotated[int, typer.Option(metavar="N", help="Read so many, in samples from all over the text.")] = 700_000
 
     def __post_init__(self) -> None:
-        if (self.text is None) == (self.ids is None):
-            raise UsageError("give one of --text FILE|DIR and --ids FILE")
+        check_one_source(self.text, self.ids)
         check_number("--tokens", self.tokens, 100, 2**31, whole=True)
 
 

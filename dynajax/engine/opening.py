@@ -239,12 +239,14 @@ def load_parts(
     layers = ThreadsRunner(programs, weights, pool, cold, meter.sample)
     machine = Loaded(programs=programs, weights=weights, store=store, pool=pool, host=host, cold=cold, layers=layers)
     fingerprint = checkpoint.fingerprint()
-    runner, plans = make_runner(prepared, config, machine, fingerprint)
+    plans = None
     try:
+        runner, plans = make_runner(prepared, config, machine, fingerprint)
         stepper = Stepper(programs, weights, runner, meter.sample)
     except BaseException:
         if plans is not None:
             plans.close()
+        cold.close()
         raise
     meter.sample()
     return Parts(
