@@ -13,12 +13,11 @@ import numpy.typing as npt
 from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig, ModelSpec
 from dynajax.engine import Engine
-from dynajax.engine.observing import Seen
+from dynajax.engine.checks import Wanted
 from dynajax.engine.prediction import SILU_DENSITY
 from dynajax.errors import StorageError, UsageError
 from dynajax.text import load_tokenizer
 from hostcompute.reference import activate
-from predictors.calibration import top_mask
 
 Floats = npt.NDArray[np.float32]
 LEADS = (1, 2, 3)
@@ -31,36 +30,22 @@ CHUNK = 1024  # neurons whose contributions are computed at a time
 class Collected:
     """What was found over `tokens` tokens of L layers with F neurons."""
 
-    frequency: Floats  # [L, F] share of the tokens for which the neuron was live, see `Wanted`
+    frequency: Floats  # [L, F] share of the tokens for which the neuron was live, see `engine.checks.Wanted`
     mass: Floats  # [L, F] mean of |activation| x |down row|, over a sample of the tokens
     cosine: Floats  # [L, 3] mean cosine of a layer's FFN input with that 1, 2, 3 layers on; NaN beyond the last
     tokens: int
 
 
-class Wanted:
-    """Which units count as live: those whose activation is not zero. Where none is, as with silu: of every token the
-    share `density` of the units that contribute most, by |value| x |down row|."""
-
-    def __init__(self, checkpoint: Checkpoint, density: float):
-        self.density = None if checkpoint.spec.activation.has_zeros else density
-        self._norms = [] if self.density is None else down_norms(checkpoint)
-
-    def __call__(self, seen: Seen) -> npt.NDArray[np.bool_]:
-        """[T, F]"""
-        if self.density is None:
-            return seen.live
-        assert seen.values is not None, "watch the engine with values=True"
-        return top_mask(seen.values * self._norms[seen.layer], self.density)
-
-
-def down_norms(checkpoint: Checkpoint) -> list[Floats]:
-    """Length of every unit's down row [F], by layer; reads all units once."""
+def wanted_of(checkpoint: Checkpoint, density: float) -> Wanted:
+    """Which units of a model count as live, by the weights in its checkpoint."""
     spec = checkpoint.spec
-    units, norms = np.empty((spec.ffn, spec.ffn_parts, 1, spec.unit_width), np.float32), []
-    for layer in range(spec.layers):
+
+    def down(layer: int) -> Floats:
+        units = np.empty((spec.ffn, spec.ffn_parts, 1, spec.unit_width), np.float32)
         checkpoint.fill_bundle(layer, units)
-        norms.append(np.linalg.norm(units[:, -1, 0], axis=1))
-    return norms
+        return units[:, -1, 0]
+
+    return Wanted(spec, density, down)
 
 
 class Counter:
@@ -139,11 +124,11 @@ def collect(
     config: EngineConfig,
     windows: Sequence[Sequence[int]],  # token ids, each a text of its own
     progress: Callable[[str, int, int], None],
-    density: float = SILU_DENSITY,  # see `Wanted`
+    density: float = SILU_DENSITY,  # see `engine.checks.Wanted`
 ) -> tuple[Checkpoint, Collected]:
     """Run the model over the windows, offloaded as `config` says, and count. The last token of a window is not seen."""
     checkpoint = Checkpoint.open(folder)
-    counter, wanted = Counter(checkpoint.spec), Wanted(checkpoint, density)
+    counter, wanted = Counter(checkpoint.spec), wanted_of(checkpoint, density)
     longest = max((len(window) for window in windows), default=1)
     settings: dict[str, Any] = asdict(replace(undisturbed(config), ctx=longest))
     with Engine.from_pretrained(model, folder=folder, progress=but_prefill(progress), **settings) as engine:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dynajax.config import EngineConfig
 from dynajax.engine import Engine
+from dynajax.engine.checks import LiveCounts
 from dynajax.engine.masked import Masked, RandomScores
 from dynajax.errors import UsageError
 
@@ -67,14 +67,15 @@ def _row(engine: Engine, windows: Windows, on_percent: Callable[[int], None]) ->
     told = engine.stats()
     layers, units = len(told["pool_slots"]), told["units_per_layer"]
     skips, dense = told["sparsity"] == "predicted", told["sparsity"] == "dense"
-    passes, counter = 1 if dense else 3, _LiveCounter(layers, units)
+    passes, counter = 1 if dense else 3, LiveCounts(layers, units)
     share = 100 / (passes * len(windows))
     if not (skips or dense):
-        engine.observe(counter.tell)
+        engine.watch(lambda seen: counter.add(seen, seen.live))
     loss, counts = _pass(engine, windows, None, lambda done: on_percent(int(done * share)), check=skips)
     read = engine.stats()["host_bytes_read"] - told["host_bytes_read"]
-    engine.observe(None)
-    density = np.ones(layers) if dense else counter.density()
+    engine.watch(None)
+    live, tokens = counter.take()
+    density = np.ones(layers) if live is None else live.sum(axis=1) / (tokens * units)
     if counts is not None:
         density = counts.computed / (counts.tokens * units)
     random = none = None
@@ -121,17 +122,3 @@ def _excess(counts: Masked) -> float:
     """Neurons computed per live one, layers >= 1; both per token."""
     computed = counts.computed[1:].sum() / counts.tokens
     return float(computed / max(1e-9, (counts.live[1:] / np.maximum(1, counts.seen_tokens[1:])).sum()))
-
-
-class _LiveCounter:
-    """An observer that counts live neurons by layer."""
-
-    def __init__(self, layers: int, units: int):
-        self._live, self._tokens, self._units = np.zeros(layers), np.zeros(layers), units
-
-    def tell(self, layer: int, hidden: npt.NDArray[np.float32], live: npt.NDArray[np.bool_]) -> None:
-        self._live[layer] += np.count_nonzero(live)
-        self._tokens[layer] += len(live)
-
-    def density(self) -> npt.NDArray[np.float64]:
-        return self._live / (np.maximum(1, self._tokens) * self._units)

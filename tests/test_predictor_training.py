@@ -9,7 +9,7 @@ import pytest
 
 from dynajax import Engine
 from dynajax.checkpoint import Checkpoint
-from dynajax.collecting import Wanted
+from dynajax.collecting import wanted_of
 from dynajax.config import EngineConfig
 from dynajax.errors import UsageError
 from dynajax.predictor_training.report import rows_of, table_of, write_report
@@ -153,7 +153,7 @@ def test_sources_are_the_model_s_own_rows(family, tmp_path):
             super().tell(seen)
 
     with Engine.from_pretrained(str(checkpoint.folder), ctx=48) as engine:
-        engine.watch(Told(trainer, Wanted(checkpoint, 0.5)).tell, streams=True)
+        engine.watch(Told(trainer, wanted_of(checkpoint, 0.5)).tell, streams=True)
         for window in samples_of([IDS], 200, 40, 0):
             engine.generate(window.tolist(), max_new_tokens=0)
     trainer.finish()

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from dynajax.engine.checks import LiveCheck, PromptCounts
+from dynajax.engine.checks import LiveCheck, LiveCounts
 from dynajax.engine.ledger import Ledger
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.masked import MaskedPrompt, PredictedScores
@@ -75,7 +75,7 @@ class PlannedRunner:
         self._zeros = np.zeros((shapes.batch, shapes.spec.unit_width), np.float32)
         self._all = np.zeros((shapes.batch, shapes.spec.ffn), np.uint8)  # scores of which every one reaches 0
         self._scores: dict[Place, jax.Array] = {}
-        self._prompt = PromptCounts(shapes.spec)
+        self._prompt = LiveCounts(shapes.spec.layers, shapes.spec.ffn)
         self._timer, self._token, self._layer_s = HotTimer(), 0, 0.0
 
     @property

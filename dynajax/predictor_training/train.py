@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.checkpoint import Checkpoint
-from dynajax.collecting import Wanted, but_prefill, undisturbed
+from dynajax.collecting import but_prefill, undisturbed, wanted_of
 from dynajax.config import EngineConfig
 from dynajax.engine import Engine
+from dynajax.engine.checks import Wanted
 from dynajax.engine.observing import Seen
 from dynajax.engine.planning import budget_limit
 from dynajax.engine.prediction import SILU_DENSITY
@@ -39,7 +40,7 @@ class Recipe:
 
     lead: int = 1  # predictors for every lead from 0 to this
     kind: str = "auto"
-    density: float = SILU_DENSITY  # see `collecting.Wanted`
+    density: float = SILU_DENSITY  # see `engine.checks.Wanted`
     buffer_bytes: int = 2**30
     passes: int = 4
     seed: int = 0
@@ -105,7 +106,7 @@ def train(
 ) -> Trained:
     """Read the windows with the model, offloaded as `config` says, and write the predictor folder `out`."""
     begun_s, settings, windows = time.monotonic(), recipe.settings(seen_tokens(text.windows)), text.windows
-    wanted, config = Wanted(checkpoint, recipe.density), undisturbed(config)
+    wanted, config = wanted_of(checkpoint, recipe.density), undisturbed(config)
     with Run(out) as run:
         run.begin(record_of(checkpoint, config, recipe, windows), resume=resume)
         config, trainer = prepared(checkpoint, config, recipe, settings)
