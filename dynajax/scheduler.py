@@ -46,6 +46,7 @@ class Ran:
     cold_live: npt.NDArray[np.uint8]  # [R, C] which were live
     admit: npt.NDArray[np.uint8] | None = None  # [R, C] which rows wanted them; None: all
     truth: Bools | None = None  # [R, F] what was live, computed or not, if somebody looked
+    scores: npt.NDArray[np.uint8] | None = None  # [R, F] by which neurons were skipped, if somebody always looks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

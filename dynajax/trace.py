@@ -64,6 +64,7 @@ class Trace:
     resident: U8  # [T, L, F / 8] what was on the device
     score: U8 | None  # [T, L, F] what the layer's plan went by that was asked for in this token
     scored: Bools | None  # [T, L] where there is such a score
+    skip: U8 | None  # [T, L, F] what decided which neurons of the layer itself are skipped, in decoded tokens
     costs: dict[str, float] | None  # at the end; None: nothing was planned
 
     def live_of(self, layer: int) -> Bools:
@@ -86,18 +87,19 @@ class _Step:
     live: U8  # [n, L, F / 8]
     resident: list[U8]  # L of [F / 8]; the same objects as a step before while nothing moves
     score: dict[int, U8] = field(default_factory=dict)  # layer: [n, F]
+    skip: dict[int, U8] = field(default_factory=dict)
     layers: int = 0  # that have run
 
     @property
     def nbytes(self) -> int:
         """In memory."""
-        return self.live.nbytes + sum(part.nbytes for part in (*self.resident, *self.score.values()))
+        return self.live.nbytes + sum(part.nbytes for part in (*self.resident, *self.score.values(), *self.skip.values()))
 
 
 class Recorder:
     """Collects what an engine tells (`Engine.record`). A step counts once all its layers have run.
 
-    A token takes L x F / 4 bytes, and L x F more with scores; once `most_bytes` are full, nothing is added. The engine
+    A token takes L x F / 4 bytes, and up to 2 x L x F more with scores; once `most_bytes` are full, nothing is added. The engine
     calls the methods one at a time.
     """
 
@@ -140,13 +142,18 @@ class Recorder:
         if self._open is not None and self._scores and scores is not None:
             self._open.score[layer] = np.array(scores)
 
-    def add(self, layer: int, live: Bools, bucket: npt.NDArray[np.int32]) -> None:
-        """A layer has run: what was live in it [n, F], and what was on the device. Layers come in order."""
+    def add(self, layer: int, live: Bools, bucket: npt.NDArray[np.int32], skip: U8 | None = None) -> None:
+        """A layer has run: what was live in it [n, F], and what was on the device. Layers come in order.
+
+        skip [n, F]: the scores that decided which of its neurons are skipped.
+        """
         step, head = self._open, self._opened()
         if step is None:
             return
         assert (layer, len(live)) == (step.layers, len(step.position)), "layers come in order, with the step's tokens"
         step.live[:, layer] = np.packbits(live, axis=1)
+        if self._scores and skip is not None:
+            step.skip[layer] = skip
         bits = np.zeros(head.width, np.bool_)
         bits[bucket] = True
         resident = np.packbits(bits)
@@ -186,9 +193,12 @@ class Recorder:
                 _member(archive, name, value.dtype, value.shape, [np.ascontiguousarray(value)])
             _member(archive, "live", np.dtype(np.uint8), shape, (step.live for step in steps))
             _member(archive, "resident", np.dtype(np.uint8), shape, (_residents(step) for step in steps))
+            whole = (sum(sizes), head.layers, head.width)
+            if any(step.skip for step in steps):
+                _member(archive, "skip", np.dtype(np.uint8), whole, (_scores(step.skip, step, head) for step in steps))
             if any(step.score for step in steps):
-                whole = (sum(sizes), head.layers, head.width)
-                _member(archive, "score", np.dtype(np.uint8), whole, (_scores(step, head) for step in steps))
+                parts = (_scores(step.score, step, head) for step in steps)
+                _member(archive, "score", np.dtype(np.uint8), whole, parts)
                 flags = [np.repeat([[i in step.score for i in range(head.layers)]], n, axis=0)
                          for step, n in zip(steps, sizes, strict=True)]  # fmt: skip
                 _member(archive, "scored", np.dtype(np.bool_), whole[:2], flags)
@@ -207,9 +217,9 @@ def _residents(step: _Step) -> U8:
     return np.ascontiguousarray(np.broadcast_to(np.stack(step.resident), step.live.shape))
 
 
-def _scores(step: _Step, head: Head) -> U8:
+def _scores(known: Mapping[int, U8], step: _Step, head: Head) -> U8:
     found = np.zeros((len(step.position), head.layers, head.width), np.uint8)
-    for layer, scores in step.score.items():
+    for layer, scores in known.items():
         found[:, layer] = scores
     return found
 
@@ -303,5 +313,6 @@ def _unpacked(members: _Members, where: str) -> Trace:
         resident=members.take("resident", bits, np.uint8),
         score=members.take("score", (count, layers, width), np.uint8) if scored else None,
         scored=members.take("scored", (count, layers), np.bool_) if scored else None,
+        skip=members.take("skip", (count, layers, width), np.uint8) if "skip" in members.sizes else None,
         costs=costs,
     )

@@ -27,7 +27,7 @@ def recorded(seed: int = 0, *, scores: bool = True) -> tuple[Recorder, np.ndarra
         recorder.add_scores(1, predicted[2 * i : 2 * i + 2])
         recorder.add_scores(0, None)
         for layer in range(2):
-            recorder.add(layer, live[at : at + 2, layer], BUCKETS[layer])
+            recorder.add(layer, live[at : at + 2, layer], BUCKETS[layer], predicted[2 * i : 2 * i + 2] // (layer + 1))
     recorder.costs = {"t0_s": 0.1}
     return recorder, live, predicted
 
@@ -58,6 +58,7 @@ def test_round_trip(path):
     assert set(trace.generation) == {1}
     assert np.array_equal(trace.score[5:, 1], predicted) and not trace.score[:5].any()
     assert trace.scored.tolist() == [[False, False]] * 5 + [[False, True]] * 8
+    assert np.array_equal(trace.skip[5:], np.stack([predicted, predicted // 2], axis=1)) and not trace.skip[:5].any()
     assert [file.name for file in path.parent.iterdir()] == ["run.npz"]
     with np.load(path, allow_pickle=False) as archive:  # an ordinary npz file
         assert (archive["version"], archive["kind"], archive["width"]) == (1, "neuron", 11)
@@ -67,7 +68,8 @@ def test_round_trip(path):
 def test_scores_only_if_they_are_wanted_and_nothing_at_all(path):
     recorder, _, _ = recorded(scores=False)
     recorder.write(path)
-    assert (read_trace(path).score, read_trace(path).scored) == (None, None)
+    trace = read_trace(path)
+    assert (trace.score, trace.scored, trace.skip) == (None, None, None)
     recorder = Recorder()
     with pytest.raises(UsageError, match="nothing was recorded"):
         recorder.write(path)
@@ -124,6 +126,7 @@ DAMAGE = {
     "resident": (np.zeros((13, 2, 2), np.int8), "resident must be uint8"),
     "score": (np.zeros((13, 11, 2), np.uint8), "score must be uint8"),
     "scored": (None, "scored must"),
+    "skip": (np.zeros((13, 11, 2), np.uint8), "skip must be uint8"),
     "phase": (None, "phase must"),
     "settings": ("[" * 9999, "not an activation trace"),
     "costs": ('"x"', "settings and costs must be JSON objects"),

@@ -200,15 +200,16 @@ class PlannedRunner:
             self._open_scheduler().learn("t_sync_s", 1, time.perf_counter() - begin)
         if not active.all():
             hidden = hidden[active]
-        units, admit = cold, None
+        units, admit, kept = cold, None, None
         if self.wishes.skips:
             units, admit = admitted(np.asarray(scores), cold, theta_c, active)
+            kept = np.asarray(scores)[active] if self.looks_always else None
         live = np.zeros((len(hidden), len(units)), np.uint8)
         y_cold = self._run_cold(layer, hidden, units, admit, live, active)
         self._computed += len(units)
         truth = self._check.live(layer, h, active) if looks else None
         told = Ran(layer=layer, rows=active, bucket=bucket, marks=marks, cold_units=units, cold_live=live, admit=admit,
-                   truth=truth)  # fmt: skip
+                   truth=truth, scores=kept)  # fmt: skip
         self._open_scheduler().ran(told)
         return x, y_cold
 

@@ -97,7 +97,7 @@ class Plans:
         """A layer has run, in the scheduler's thread."""
         self.runner.ledger.add(ran, marks)
         if self.recorder is not None:
-            self.recorder.add(ran.layer, live_of(ran, marks, self.prepared.spec.ffn), ran.bucket)
+            self.recorder.add(ran.layer, live_of(ran, marks, self.prepared.spec.ffn), ran.bucket, ran.scores)
 
     def restart(self) -> None:
         """After a failure: everything as when the engine was opened, whatever the old thread still does."""

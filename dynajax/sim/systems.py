@@ -1,0 +1,113 @@
+"""The systems that are compared, each as what the engine's planner is told: policy, placement, predictors, kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from dynajax.budget import margin_bytes
+from dynajax.config import PolicyConfig
+from dynajax.plan import Placement
+from dynajax.policy.placement import place_equal, place_static
+from dynajax.sim.activity import Activity, F32
+from dynajax.sim.decode import Load, System
+from dynajax.sim.hardware import Hardware
+from dynajax.sim.models import Weights
+
+# Deja Vu's kind, by the bytes that PowerInfer's own logs leave for them (its issues 120 and 159): share of all weights.
+MLP_SHARE: Mapping[int, float] = {32: 0.075, 40: 0.075, 80: 0.087}
+GROUP_BITS = 0.5  # a weight's share of a scale, low-bit gates
+Predicts = Literal["mlp", "gate"]
+
+POWERINFER = System(
+    name="powerinfer",
+    policy="static",
+    config=PolicyConfig(lead=0),
+    device_reads="rows",
+    rows_s=95e-6,  # sparse_gpu_operator: 35-43 us and 51-61 us are left at no rows at all
+    gate_first=False,
+    waits=True,
+    merges=3,
+    bucketed=False,
+    one_pool=False,
+)
+# lam, lead, what of a pool is kept and what counts as live are not published: these are ours.
+DYNAMICINFER = replace(
+    POWERINFER,
+    name="dynamicinfer",
+    policy="dynamic",
+    config=PolicyConfig(lam=1.0, lead=1, ranking="flag", swap_rule="paper"),
+)
+OURS = System(name="ours", policy="dynamic", config=PolicyConfig())
+ENGINE = System(name="engine", policy="dynamic", config=PolicyConfig())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model on a machine."""
+
+    name: str
+    weights: Weights
+    hardware: Hardware
+    context: int  # tokens that the cache is made for
+
+
+def predictor_bytes(weights: Weights, kind: Predicts, bits: int = 4) -> float:
+    """Of all layers: the paper's MLPs at the model's precision, or low-bit copies of the gates."""
+    spec = weights.spec
+    if kind == "gate":
+        return spec.layers * spec.ffn * spec.hidden * (bits + GROUP_BITS) / 8
+    share = MLP_SHARE.get(spec.layers, 0.075)
+    return share * weights.parameters * (weights.unit / (spec.ffn_parts * spec.unit_width))
+
+
+def pool_bytes(case: Case, predictors: float, *, ours: bool) -> float:
+    """What is left of the device for neurons."""
+    weights, hardware = case.weights, case.hardware
+    room = hardware.device_bytes - hardware.reserved_bytes - weights.dense - weights.cache(case.context) - predictors
+    return max(0.0, room - (margin_bytes(hardware.device_bytes, gpu=True) if ours else 0))
+
+
+def shipped_frequency(frequency: F32) -> F32:
+    """What PowerInfer's released placement believes: of every layer the frequencies of another (its issue 247).
+
+    Files are taken in the order of their names, so that activation_10 comes before activation_2.
+    """
+    return frequency[sorted(range(len(frequency)), key=str)]
+
+
+def shipped_share(weights: Weights) -> float:
+    """Of the memory for neurons, what PowerInfer's released placement fills: it takes a neuron for n_ff x 4.5 / 4 wide."""
+    spec = weights.spec
+    return min(1.0, 3 * spec.hidden / (spec.ffn * 4.5 / 4))
+
+
+def place(case: Case, activity: Activity, pool: float, how: Literal["static", "equal", "shipped"]) -> Placement:
+    """The neurons that start on the device."""
+    unit = int(case.weights.unit * activity.stride)
+    if how == "shipped":
+        return place_static(shipped_frequency(activity.frequency), unit, int(pool * shipped_share(case.weights)))
+    return (place_equal if how == "equal" else place_static)(activity.frequency, unit, int(pool))
+
+
+def bound_s(load: Load, hardware: Hardware, activity: Activity, slots: tuple[int, ...]) -> float:
+    """Seconds of a token if all were known beforehand and moving were free: live neurons alone, split at best.
+
+    Reading bytes at the machine's rates is all that takes time; both sides work at once, layers one after the other.
+    """
+    stride, rate = activity.stride, hardware.host_rate(load.dtype)
+    device_s, host_s = load.unit * stride / hardware.device_bps, load.host_unit * stride / rate
+    fixed = (load.layers * load.attention + load.head) / hardware.device_bps
+    total, tokens = 0.0, 0
+    for run in activity.runs:
+        live = run.live.sum(axis=2, dtype=np.int64)  # [T, L]
+        split = live * host_s / (device_s + host_s)  # both sides end together
+        hot = np.minimum(np.ceil(split), np.minimum(live, slots))
+        total += float(np.maximum(hot * device_s, (live - hot) * host_s).sum())
+        context = run.prompt_tokens + np.arange(run.tokens) + 1
+        total += float(context.sum()) * load.layers * load.kv_token / hardware.device_bps
+        tokens += run.tokens
+    return fixed + total / tokens
