@@ -93,7 +93,9 @@ class _Step:
     @property
     def nbytes(self) -> int:
         """In memory."""
-        return self.live.nbytes + sum(part.nbytes for part in (*self.resident, *self.score.values(), *self.skip.values()))
+        return self.live.nbytes + sum(
+            part.nbytes for part in (*self.resident, *self.score.values(), *self.skip.values())
+        )
 
 
 class Recorder:

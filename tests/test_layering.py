@@ -35,9 +35,7 @@ def row(ours: str = "", third: str = "", never: frozenset[str] = frozenset()) ->
     return Row(ours=frozenset(ours.split()), third=frozenset(third.split()), never=never)
 
 
-RUN_TIME = (
-    "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer profile memory programs text"
-)
+RUN_TIME = "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer memory programs text"
 ENGINE = f"config plan sampling trace timeline scheduler predictors model_folder chat {RUN_TIME}"
 JAX_STACK = "jax flax numpy ml_dtypes"
 
@@ -69,9 +67,6 @@ TABLE = {
     "pool": row("plan config bundles ops programs hostcompute budget policy.costs", "jax numpy ml_dtypes"),
     "staging": row("", "jax numpy"),
     "transfer": row("plan config bundles ops programs hostcompute budget policy.costs pool staging", "jax numpy"),
-    "profile": row(
-        "plan config bundles ops programs hostcompute budget policy.costs pool transfer", "jax numpy ml_dtypes"
-    ),
     "scheduler": row("plan config policy pool transfer programs", "jax numpy"),
     "engine": row(ENGINE, JAX_STACK),
     "reference": row("", "numpy"),
@@ -81,7 +76,7 @@ TABLE = {
     "training": row("config models ops checkpoint", f"{JAX_STACK} optax orbax safetensors tokenizers"),
     "cli": row(
         "dynajax engine sampling sim plan trace timeline predictors config budget checkpoint convert model_folder "
-        "profile memory text chat",
+        "profiling memory text chat",
         "typer rich numpy",
     ),
     "cli.residency": row("trace checkpoint", "typer numpy matplotlib"),
@@ -94,11 +89,13 @@ TABLE = {
     "predictor_training": row("collecting checkpoint config engine text predictors", "jax numpy orbax matplotlib"),
     "cli.predictors": row("predictor_training collecting checkpoint config model_folder", "typer"),
     "cli.verify": row("verify", "typer"),
+    "profiling": row("bundles config engine hostcompute ops plan policy.planner pool sim staging testing", "jax numpy"),
+    "cli.profiling": row("profiling sim checkpoint", "typer"),
     "hostcompute": row("", "numpy"),
     "hostcompute.callback": row("hostcompute", "jax numpy"),
     "hostcompute.ffi": row("hostcompute", "jax numpy"),
     "predictors": row("config trace models ops bundles quant checkpoint hostcompute.ffi", f"{JAX_STACK} optax orbax"),
-    "scripts": row("dynajax cli engine sampling sim plan trace predictors config budget checkpoint profile", "typer"),
+    "scripts": row("dynajax cli engine sampling sim plan trace predictors config budget checkpoint profiling", "typer"),
 }
 
 

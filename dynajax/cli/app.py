@@ -15,6 +15,7 @@ from dynajax.cli.generate import generate
 from dynajax.cli.options import flat
 from dynajax.cli.plan import plan
 from dynajax.cli.predictors import train_predictors
+from dynajax.cli.profiling import profile_machine
 from dynajax.cli.residency import plot_residency
 from dynajax.cli.training import build_corpus, train_tiny
 from dynajax.cli.verify import verify
@@ -27,6 +28,7 @@ VERBS = {
     "train-predictors": train_predictors,
     "evaluate": evaluate,
     "plot-residency": plot_residency,
+    "profile-machine": profile_machine,
     "convert": convert,
     "fetch-model": fetch_model,
     "build-corpus": build_corpus,

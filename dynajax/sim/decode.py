@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dynajax.config import NeuronPolicy, PolicyConfig
 from dynajax.plan import LayerPlan, Placement
-from dynajax.policy.costs import CostEstimator, CostName, Costs
+from dynajax.policy.costs import LOW_S, CostEstimator, CostName, Costs
 from dynajax.policy.planner import NeuronPlanner
 from dynajax.sim.activity import Activity, Run
 from dynajax.sim.events import Process, Signal, Simulation, Work
@@ -70,6 +70,7 @@ class System:
     merges: int = 1  # hand-overs between the two sides in a layer
     bucketed: bool = True  # see Load.prefix
     one_pool: bool = True  # the threads that gather are those that compute
+    copies: Literal["blocks", "units"] = "blocks"  # gathered and sent together, or each neuron by a copy of its own
 
 
 @dataclass(slots=True, eq=False)
@@ -154,13 +155,13 @@ class Tally:
         } | {f"busy_{lane}": seconds / self.seconds for lane, seconds in sorted(self.busy_s.items())}
 
 
-def first_costs(load: Load, hardware: Hardware, stride: int) -> Costs:
+def first_costs(load: Load, hardware: Hardware, system: System, stride: int) -> Costs:
     """What a planner goes by before it has seen anything, for a neuron that stands for `stride`."""
-    host_unit = load.host_unit * stride
+    host_unit, alone = load.host_unit * stride, system.copies == "units"
     return Costs(
         t0_s=hardware.t0_s,
-        t_gather_s=host_unit / hardware.gather_bps,
-        t_trans_s=host_unit / hardware.link_bps,
+        t_gather_s=LOW_S if alone else host_unit / hardware.gather_bps,
+        t_trans_s=host_unit / hardware.link_bps + (hardware.t0_s * stride if alone else 0.0),
         t_gpu_s=load.unit * stride / hardware.device_bps,
         t_cpu_s=host_unit / hardware.host_rate(load.dtype),
         t_sync_s=hardware.sync_s + hardware.call_s,
@@ -204,7 +205,7 @@ class _Decoding:
         capacity = {"memory": hardware.host_bps, "cores": float(hardware.cores), "interpreter": 1.0}
         self.simulation = Simulation(capacity)
         self.planner = NeuronPlanner(placement, activity.frequency, system.policy, system.config, activity.mass)
-        known = costs or first_costs(load, hardware, activity.stride)
+        known = costs or first_costs(load, hardware, system, activity.stride)
         self.estimator, self.learns = CostEstimator(known, system.config.safety), costs is None
         self.tally, self.on_plan = Tally(), None
         self._moves = system.policy not in ("static", "none") and any(placement.slots)
@@ -384,26 +385,32 @@ class _Decoding:
 
     def _move(self, units: int) -> Process:
         """Gather, transfer, update."""
-        hardware, simulation, learns = self.hardware, self.simulation, self.learns
+        hardware, simulation = self.hardware, self.simulation
         count = units * self.activity.stride
-        pieces = -(-count // PIECE_UNITS)
+        alone = self.system.copies == "units"
+        pieces = count if alone else -(-count // PIECE_UNITS)
         size = count * self.load.host_unit
-        lane = "host" if self.system.one_pool else "gather"
-        asks = {"memory": 2 * hardware.gather_bps, "cores": 1.0}
-        gather = simulation.give(lane, "gather", pieces * hardware.call_s, size / hardware.gather_bps, asks)
-        yield gather
-        link = simulation.give("link", "transfer", pieces * hardware.t0_s, size / hardware.link_bps,
-                               {"memory": hardware.link_bps * (2 if hardware.shared else 1)})  # fmt: skip
+        if not alone:
+            lane = "host" if self.system.one_pool else "gather"
+            asks = {"memory": 2 * hardware.gather_bps, "cores": 1.0}
+            gather = simulation.give(lane, "gather", pieces * hardware.call_s, size / hardware.gather_bps, asks)
+            yield gather
+            self._saw("t_gather_s", units, gather.seconds)
+        asks = {"memory": hardware.link_bps * (2 if hardware.shared else 1)}  # the device's memory may be the same
+        link = simulation.give("link", "transfer", pieces * hardware.t0_s, size / hardware.link_bps, asks)
         yield link
-        if learns:
-            self.estimator.observe("t_gather_s", units, gather.seconds)
-            costs = self.estimator.costs()
-            if units == 1:
-                self.estimator.observe("t0_s", 1, max(0.0, link.seconds - costs.t_trans_s))
-            else:
-                self.estimator.observe("t_trans_s", units, max(0.0, link.seconds - costs.t0_s))
-        yield self._python("scheduler", pieces * hardware.dispatch_s)
-        self._device(2 * count * self.load.unit, (pieces - 1) * hardware.launch_s)
+        costs = self.estimator.costs()
+        if units == 1:
+            self._saw("t0_s", 1, max(0.0, link.seconds - costs.t_trans_s))
+        else:
+            self._saw("t_trans_s", units, max(0.0, link.seconds - costs.t0_s))
+        if not alone:  # else they went straight to their slots
+            yield self._python("scheduler", pieces * hardware.dispatch_s)
+            self._device(2 * count * self.load.unit, (pieces - 1) * hardware.launch_s)
+
+    def _saw(self, name: CostName, quantity: float, seconds: float) -> None:
+        if self.learns:
+            self.estimator.observe(name, quantity, seconds)
 
     # --- works ---
 

@@ -57,6 +57,11 @@ class Weights:
         return elements * WEIGHT_BYTES[dtype or self.dtype]
 
     @property
+    def bytes_of_one(self) -> float:
+        """Of a weight on the device."""
+        return WEIGHT_BYTES[self.dtype]
+
+    @property
     def unit(self) -> float:
         """Bytes of a neuron on the device."""
         return self._size(unit_bytes(self.spec, "float16") / 2)

@@ -37,7 +37,7 @@ def llama_cpp_s(weights: Weights, hardware: Hardware, context: int) -> float:
     cache = weights.cache(context) / spec.layers
     layer = weights.attention + spec.ffn * weights.unit + cache
     device = fits * (layer / hardware.device_bps + hardware.layer_s) + weights.head / hardware.device_bps
-    return device + (spec.layers - fits) * layer / hardware.host_rate(weights.host_dtype)
+    return device + (spec.layers - fits) * layer / min(hardware.host_rate(weights.host_dtype), hardware.host_bps)
 
 
 def llama_cpp_host_bytes(weights: Weights, hardware: Hardware, context: int) -> float:

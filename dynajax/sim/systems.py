@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from dynajax.budget import margin_bytes
 from dynajax.config import PolicyConfig
 from dynajax.plan import Placement
 from dynajax.policy.placement import place_equal, place_static
-from dynajax.sim.activity import Activity, F32
+from dynajax.sim.activity import F32, Activity
 from dynajax.sim.decode import Load, System
 from dynajax.sim.hardware import Hardware
 from dynajax.sim.models import Weights
 
 # Deja Vu's kind, by the bytes that PowerInfer's own logs leave for them (its issues 120 and 159): share of all weights.
-MLP_SHARE: Mapping[int, float] = {32: 0.075, 40: 0.075, 80: 0.087}
+MLP_SHARE: Mapping[int, float] = {80: 0.087}  # by layers
+MLP_USUAL = 0.075
 GROUP_BITS = 0.5  # a weight's share of a scale, low-bit gates
-Predicts = Literal["mlp", "gate"]
-
 POWERINFER = System(
     name="powerinfer",
     policy="static",
@@ -40,35 +38,27 @@ DYNAMICINFER = replace(
     name="dynamicinfer",
     policy="dynamic",
     config=PolicyConfig(lam=1.0, lead=1, ranking="flag", swap_rule="paper"),
+    copies="units",
 )
-OURS = System(name="ours", policy="dynamic", config=PolicyConfig())
-ENGINE = System(name="engine", policy="dynamic", config=PolicyConfig())
+# The engine's decisions on kernels and hand-overs like the others': what is compared is what is decided.
+OURS = replace(POWERINFER, name="ours", policy="dynamic", config=PolicyConfig(), gate_first=True, waits=False, merges=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A model on a machine."""
-
-    name: str
-    weights: Weights
-    hardware: Hardware
-    context: int  # tokens that the cache is made for
+def mlp_bytes(weights: Weights) -> float:
+    """The paper's predictors of all layers, at the model's precision."""
+    return MLP_SHARE.get(weights.spec.layers, MLP_USUAL) * weights.parameters * weights.bytes_of_one
 
 
-def predictor_bytes(weights: Weights, kind: Predicts, bits: int = 4) -> float:
-    """Of all layers: the paper's MLPs at the model's precision, or low-bit copies of the gates."""
+def gate_bytes(weights: Weights, bits: int) -> float:
+    """Low-bit copies of the gates of all layers."""
     spec = weights.spec
-    if kind == "gate":
-        return spec.layers * spec.ffn * spec.hidden * (bits + GROUP_BITS) / 8
-    share = MLP_SHARE.get(spec.layers, 0.075)
-    return share * weights.parameters * (weights.unit / (spec.ffn_parts * spec.unit_width))
+    return spec.layers * spec.ffn * spec.hidden * (bits + GROUP_BITS) / 8
 
 
-def pool_bytes(case: Case, predictors: float, *, ours: bool) -> float:
-    """What is left of the device for neurons."""
-    weights, hardware = case.weights, case.hardware
-    room = hardware.device_bytes - hardware.reserved_bytes - weights.dense - weights.cache(case.context) - predictors
-    return max(0.0, room - (margin_bytes(hardware.device_bytes, gpu=True) if ours else 0))
+def pool_bytes(weights: Weights, hardware: Hardware, context: int, predictors: float) -> float:
+    """What is left of the device for neurons, with a cache for `context` tokens."""
+    room = hardware.device_bytes - hardware.reserved_bytes
+    return max(0.0, room - weights.dense - weights.cache(context) - predictors)
 
 
 def shipped_frequency(frequency: F32) -> F32:
@@ -85,11 +75,11 @@ def shipped_share(weights: Weights) -> float:
     return min(1.0, 3 * spec.hidden / (spec.ffn * 4.5 / 4))
 
 
-def place(case: Case, activity: Activity, pool: float, how: Literal["static", "equal", "shipped"]) -> Placement:
-    """The neurons that start on the device."""
-    unit = int(case.weights.unit * activity.stride)
+def place(weights: Weights, activity: Activity, pool: float, how: Literal["static", "equal", "shipped"]) -> Placement:
+    """The neurons that start on the device, of `pool` bytes."""
+    unit = int(weights.unit * activity.stride)
     if how == "shipped":
-        return place_static(shipped_frequency(activity.frequency), unit, int(pool * shipped_share(case.weights)))
+        return place_static(shipped_frequency(activity.frequency), unit, int(pool * shipped_share(weights)))
     return (place_equal if how == "equal" else place_static)(activity.frequency, unit, int(pool))
 
 
