@@ -101,8 +101,8 @@ class _Step:
 class Recorder:
     """Collects what an engine tells (`Engine.record`). A step counts once all its layers have run.
 
-    A token takes L x F / 4 bytes, and up to 2 x L x F more with scores; once `most_bytes` are full, nothing is added. The engine
-    calls the methods one at a time.
+    A token takes L x F / 4 bytes, and up to 2 x L x F more with scores; once `most_bytes` are full, nothing is added.
+    The engine calls the methods one at a time.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):

@@ -17,6 +17,7 @@ from dynajax.cli.plan import plan
 from dynajax.cli.predictors import train_predictors
 from dynajax.cli.profiling import profile_machine
 from dynajax.cli.residency import plot_residency
+from dynajax.cli.simulate import simulate
 from dynajax.cli.training import build_corpus, train_tiny
 from dynajax.cli.verify import verify
 
@@ -27,6 +28,7 @@ VERBS = {
     "collect-stats": collect_stats,
     "train-predictors": train_predictors,
     "evaluate": evaluate,
+    "simulate": simulate,
     "plot-residency": plot_residency,
     "profile-machine": profile_machine,
     "convert": convert,

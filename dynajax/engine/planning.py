@@ -16,11 +16,12 @@ from dynajax import budget
 from dynajax.budget import MemoryPlan
 from dynajax.checkpoint import Checkpoint, Statistics, read_contributions, read_spec, read_stats, stats_path
 from dynajax.checkpoint.generation import GENERATION_NAME, read_generation_config
-from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, parse_budget
+from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec
 from dynajax.engine.hosts import Host, make_host, offload_mode
 from dynajax.engine.prediction import NONE, Prediction, choose
 from dynajax.engine.strategy import Strategy, resolve
-from dynajax.errors import FitError, ModelError, StorageError, UsageError
+from dynajax.engine.target import Target, budget_limit
+from dynajax.errors import ModelError, StorageError, UsageError
 from dynajax.model_folder import model_folder
 from dynajax.plan import Placement
 from dynajax.policy.placement import block_units, place_equal, place_static
@@ -67,22 +68,25 @@ def prepare(
     folder: Path | None = None,
     fingerprint: str | None = None,
     progress: Progress | None = None,
+    device: Target | None = None,
 ) -> Prepared:
     """Resolve every `auto`, size the pool and place the units; `fingerprint` guards the statistics if given.
 
-    Without `folder` the model is looked up, and of a model on the hub only its config is downloaded.
+    Without `folder` the model is looked up, and of a model on the hub only its config is downloaded. Without `device`
+    it is jax's own; of another one only programs' temporaries are not known, and are taken to be as large as here.
     """
     progress = progress or _silent
     if folder is None:
         folder = model_folder(model, offline=config.offline, config_only=True, progress=progress)
     spec = read_spec(folder)
-    device = jax.local_devices()[0]
+    device = device or jax.local_devices()[0]
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
     ctx = resolve_ctx(config, spec)
     shapes = Shapes(spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch)
     strategy = resolve(config, spec, folder, fingerprint, device.platform)
     if strategy.moves and config.staging != "auto":
-        open_staging(config.staging, device, np.zeros((1, 16), np.float32))  # refused before anything is loaded
+        probe = np.zeros((1, 16), np.float32)
+        open_staging(config.staging, jax.local_devices()[0], probe)  # refused before anything is loaded
     layout = lay_out(config, strategy, shapes, device, progress)
     if layout.mode == "resident":
         strategy = strategy.resident(spec)
@@ -146,7 +150,7 @@ def memory_plan(model: str, layout: Layout, placement: Placement, unit: int, hos
     )
 
 
-def lay_out(config: EngineConfig, strategy: Strategy, shapes: Shapes, device: jax.Device, progress: Progress) -> Layout:
+def lay_out(config: EngineConfig, strategy: Strategy, shapes: Shapes, device: Target, progress: Progress) -> Layout:
     """Resident if the mode is `auto` and every unit fits beside the resident programs; else the offload mode.
 
     Who asks for skipping gets it, wherever the units are.
@@ -159,7 +163,7 @@ def lay_out(config: EngineConfig, strategy: Strategy, shapes: Shapes, device: ja
 
 
 def lay_out_offloaded(
-    config: EngineConfig, strategy: Strategy, shapes: Shapes, device: jax.Device, progress: Progress
+    config: EngineConfig, strategy: Strategy, shapes: Shapes, device: Target, progress: Progress
 ) -> Layout:
     """With units on both sides."""
     mode = "threads" if strategy.planned else offload_mode(config.host_mode, device.platform)
@@ -170,7 +174,7 @@ def lay_out_offloaded(
     return replace(layout, mode=mode)
 
 
-def _try(config: EngineConfig, mode: str, shapes: Shapes, device: jax.Device, progress: Progress) -> Layout | None:
+def _try(config: EngineConfig, mode: str, shapes: Shapes, device: Target, progress: Progress) -> Layout | None:
     """The layout of a mode. None if `mode` is resident and the units do not fit; nothing is compiled if that is sure.
 
     FitError if what every mode needs does not fit.
@@ -247,24 +251,29 @@ def compiled_for(mode: str, shapes: Shapes, progress: Progress) -> tuple[Host | 
 
 
 def plan_for(model: str, config: EngineConfig) -> MemoryPlan:
-    """The memory plan an engine would have; reads config.json, statistics and predictors, of weights only what names
-    them, if they are there.
+    """The memory plan an engine would have; see `foresee`."""
+    return foresee(model, config).memory
+
+
+def foresee(model: str, config: EngineConfig, device: Target | None = None) -> Prepared:
+    """What an engine would decide; reads config.json, statistics and predictors, of weights only what names them, if
+    they are there.
 
     Its smallest budget is that of the mode an engine with such a budget would have: where this one is resident, other
     programs are compiled to know it.
     """
     folder = model_folder(model, offline=config.offline, config_only=True, progress=_silent)
-    fingerprint = fingerprint_of(folder)
-    prepared = prepare(model, config, folder=folder, fingerprint=fingerprint)
+    fingerprint, device = fingerprint_of(folder), device or jax.local_devices()[0]
+    prepared = prepare(model, config, folder=folder, fingerprint=fingerprint, device=device)
     if prepared.host_mode != "resident":
-        return prepared.memory
-    device, shapes, spec = jax.local_devices()[0], prepared.programs.shapes, prepared.spec
+        return prepared
+    shapes, spec = prepared.programs.shapes, prepared.spec
     strategy = resolve(config, spec, folder, fingerprint, device.platform)
     layout = lay_out_offloaded(config, strategy, shapes, device, _silent)
     if strategy.planned:
         layout = add_plans(layout, strategy, budget.unit_bytes(spec, prepared.host_dtype), fingerprint)[0]
     least = budget.smallest_budget(sum(layout.fixed.values()), gpu=layout.gpu)
-    return replace(prepared.memory, smallest_budget_bytes=least)
+    return replace(prepared, memory=replace(prepared.memory, smallest_budget_bytes=least))
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -358,24 +367,6 @@ def resolve_ctx(config: EngineConfig, spec: ModelSpec) -> int:
     if config.ctx is not None and config.ctx > spec.max_positions:
         raise UsageError(f"--ctx must be at most the model's {spec.max_positions} positions, got {config.ctx}")
     return config.ctx if config.ctx is not None else min(spec.max_positions, DEFAULT_CTX)
-
-
-def budget_limit(config: EngineConfig, device: jax.Device) -> int | None:
-    """The budget in bytes. `auto` is all that jax may use of a GPU; on the CPU backend None: it holds everything."""
-    wanted = parse_budget(config.vram_budget)
-    stats = device.memory_stats()
-    if stats is None or "bytes_limit" not in stats:
-        if isinstance(wanted, float):
-            raise UsageError(f"--vram-budget {config.vram_budget} is a share of GPU memory, and there is no GPU")
-        return wanted
-    free = int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
-    total = free if wanted is None else int(free * wanted) if isinstance(wanted, float) else wanted
-    if total > free:
-        raise FitError(
-            f"--vram-budget {config.vram_budget} is {total} bytes, but jax may use {free} of this GPU: "
-            "lower it, or raise XLA_PYTHON_CLIENT_MEM_FRACTION before jax is imported"
-        )
-    return total
 
 
 def load_statistics(stats: str, folder: Path, spec: ModelSpec, fingerprint: str | None) -> Statistics:

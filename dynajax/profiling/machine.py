@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 import jax
 
-from dynajax.config import DTYPE_BYTES, DTypeName, EngineConfig
+from dynajax.config import DTYPE_BYTES, DTypeName, EngineConfig, ModelSpec
 from dynajax.engine.opening import host_threads
 from dynajax.engine.planning import MOST_STAGED
-from dynajax.profiling import device, host, overhead
+from dynajax.profiling import device, engine, host, overhead
 from dynajax.profiling.pace import Pace
 from dynajax.sim.hardware import Hardware
 from hostcompute import default_threads, open_pool
@@ -41,7 +41,7 @@ class Effort:
     most_bytes: int = 4 << 30  # of host memory that a figure takes
     link_bytes: tuple[int, int] = (64 << 20, 4 << 10)
     widths: tuple[int, int] = (768, 6144)  # of the layers that are planned
-    depths: tuple[int, int] = (4, 20)  # of the models that are decoded
+    models: tuple[ModelSpec, ModelSpec, ModelSpec] = (engine.NARROW, engine.DEEP, engine.WIDE)  # that are decoded
     decoded: int = 64  # tokens
     runs: int = 10
 
@@ -56,7 +56,7 @@ QUICK = Effort(
     chunk_bytes=8 << 20,
     most_bytes=128 << 20,
     link_bytes=(16 << 20, 4 << 10),
-    depths=(2, 8),
+    models=(engine.NARROW, replace(engine.NARROW, layers=8), replace(engine.WIDE, hidden=256, ffn=768, layers=2)),
     decoded=32,
     runs=2,
 )
@@ -77,10 +77,7 @@ def profile_machine(threads: int | None, effort: Effort, date: str, progress: Pr
     steps.next()
     line = overhead.plan_line(effort.widths, effort.pace)
     steps.next()
-    own = overhead.engine_overhead(count, effort.depths, effort.decoded, effort.runs)
-    layer_s, token_s = overhead.own_work(own, started, figures["call_s"])
-    steps.next()
-    return Hardware(
+    hardware = Hardware(
         name=machine_name(there),
         source=f"measured by profile_machine.py with jax {jax.__version__} on {date}",
         shared=there.platform == "cpu",
@@ -89,12 +86,17 @@ def profile_machine(threads: int | None, effort: Effort, date: str, progress: Pr
         launch_s=max(LEAST_S, started.ready_s - started.dispatch_s),
         dispatch_s=started.dispatch_s,
         sync_s=started.sync_s,
-        layer_s=layer_s,
-        token_s=token_s,
+        layer_s=LEAST_S,
+        token_s=LEAST_S,
         plan_s=max(LEAST_S, line.intercept),
         plan_unit_s=max(LEAST_S, line.slope),
         **figures,
     )
+    narrow, deep, wide = engine.samples(count, effort.models, effort.decoded, effort.runs)
+    hardware = replace(hardware, programs=engine.program_lines(narrow, wide), call_s=narrow.cold_s)
+    layer_s, token_s = engine.own_work(narrow, deep, hardware)
+    steps.next()
+    return replace(hardware, layer_s=layer_s, token_s=token_s)
 
 
 class _Steps:

@@ -232,7 +232,7 @@ class _Decoding:
                 yield self._python("main", self.hardware.token_s)
                 for layer in range(self.load.layers):
                     yield from self._layer(run, token, layer)
-                yield self._device(self.load.head)
+                yield self._device("head", self.load.head)
                 self._end_token(self.simulation.now - begin)
         self._closed = True
         self.simulation.tell(self._news)
@@ -242,9 +242,9 @@ class _Decoding:
         load, hardware, system = self.load, self.hardware, self.system
         context = load.prefix(run.prompt_tokens + token + 1, bucketed=system.bucketed)
         yield self._python("main", hardware.layer_s + hardware.dispatch_s * (2 + load.scores))
-        known = attend = self._device(load.attention + context * load.kv_token)
+        known = attend = self._device("attend", load.attention + context * load.kv_token)
         for _ in range(load.scores):
-            known = self._device(load.score / load.scores)
+            known = self._device("score", load.score / load.scores)
         plan = None
         if self._moves:
             self._request(run, token, (layer + self._lead) % load.layers, known)
@@ -287,7 +287,8 @@ class _Decoding:
             return None
         rows = self.system.device_reads == "rows"
         count = done.on_device if rows else done.slots
-        return self._device(count * self.load.unit * self.activity.stride, self.system.rows_s if rows else 0.0)
+        size = count * self.load.unit * self.activity.stride
+        return self._device("hot", size, self.system.rows_s if rows else 0.0)
 
     def _cold(self, done: _Layer) -> Work | None:
         """The host's half."""
@@ -406,7 +407,7 @@ class _Decoding:
             self._saw("t_trans_s", units, max(0.0, link.seconds - costs.t0_s))
         if not alone:  # else they went straight to their slots
             yield self._python("scheduler", pieces * hardware.dispatch_s)
-            self._device(2 * count * self.load.unit, (pieces - 1) * hardware.launch_s)
+            self._device("update", 2 * count * self.load.unit, (pieces - 1) * hardware.launch_s)
 
     def _saw(self, name: CostName, quantity: float, seconds: float) -> None:
         if self.learns:
@@ -414,11 +415,11 @@ class _Decoding:
 
     # --- works ---
 
-    def _device(self, size: float, fixed_s: float = 0.0) -> Work:
+    def _device(self, kind: str, size: float, fixed_s: float = 0.0) -> Work:
         """A program that reads `size` bytes."""
-        hardware = self.hardware
-        asks = {"memory": hardware.device_bps, "cores": 1.0} if hardware.shared else {}
-        return self.simulation.give("device", "", hardware.launch_s + fixed_s, size / hardware.device_bps, asks)
+        program = self.hardware.program(kind)
+        asks = {"memory": program.bps, "cores": float(self.hardware.cores)} if self.hardware.shared else {}
+        return self.simulation.give("device", kind, program.fixed_s + fixed_s, size / program.bps, asks)
 
     def _python(self, lane: str, seconds: float) -> Work:
         return self.simulation.give(lane, "python", 0.0, seconds, self._own)

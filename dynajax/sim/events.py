@@ -1,9 +1,10 @@
 """Simulated time: processes, lanes that do one thing at a time, and resources that works share while they run.
 
-A process is a generator. It yields a `Work` or a `Signal` to wait for it, or `(signal, seconds)` to wait no longer than
-that; the value of the yield says whether it came. Works of one lane run in the order in which they were given. A work first takes `fixed_s` alone,
-then `busy_s` if nobody slows it down: where works together ask for more of a resource than there is, all who ask
-are slowed down alike (max-min fairness of their progress), and whatever else they then leave is shared by the others.
+A process is a generator. It yields a `Work` or a `Signal` to wait for it, or `(signal, seconds)` to wait no longer
+than that; the value of the yield says whether it came. Works of one lane run in the order in which they were given. A
+work first takes `fixed_s` alone, then `busy_s` if nobody slows it down: where works together ask for more of a resource
+than there is, all who ask are slowed down alike (max-min fairness of their progress), and whatever they then leave of
+other resources is shared by the others.
 """
 
 from __future__ import annotations

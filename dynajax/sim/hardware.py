@@ -18,11 +18,26 @@ _MOST_BYTES = 2**20  # of a file
 _COUNTS = ("device_bytes", "reserved_bytes", "cores")
 
 
+PROGRAMS = ("attend", "score", "hot", "head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a kind of program takes: fixed_s, and its bytes at bps."""
+
+    fixed_s: float
+    bps: float
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            _check(entry.name, getattr(self, entry.name), whole=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One GPU, one host and the link between them. Rates are what programs reach, not what data sheets promise.
 
-    `shared`: the device is the host's own CPU (the CPU backend), so it computes on the same cores, from the same memory.
+    `shared`: the device is the host's own CPU (the CPU backend): it computes on the same cores, from the same memory.
     Example: `cpu_bps={"float16": 44e9}`, host rows of 16 bit are read and multiplied at 44 GB/s by all cores together.
     """
 
@@ -49,6 +64,7 @@ class Hardware:
     token_s: float  # of the main thread, a token, beside its layers
     plan_s: float  # of the scheduler's thread, a plan
     plan_unit_s: float  # and for each unit of the layer
+    programs: Mapping[str, Program] = field(default_factory=dict)  # of the device, by kind, that were measured apart
     systems: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of others: their figures that differ
 
     def __post_init__(self) -> None:
@@ -62,6 +78,8 @@ class Hardware:
             raise UsageError("cpu_bps must give a rate for at least one type")
         for name, value in self.cpu_bps.items():
             _check(f"cpu_bps of {name}", value, whole=False)
+        if not isinstance(self.programs, Mapping) or set(self.programs) - set(PROGRAMS):
+            raise UsageError(f"programs must be of the kinds {', '.join(PROGRAMS)}, got {self.programs!r}")
         known = set(_names("float")) | {*_COUNTS, "cpu_bps"}
         for name, own in self.systems.items():
             if not isinstance(own, Mapping) or set(own) - known:
@@ -74,6 +92,10 @@ class Hardware:
         if dtype not in self.cpu_bps:
             raise UsageError(f"{self.name} has no host rate for {dtype}, only for {', '.join(self.cpu_bps)}")
         return self.cpu_bps[dtype]
+
+    def program(self, kind: str) -> Program:
+        """What a program of a kind takes, measured or by the device's figures."""
+        return self.programs.get(kind) or Program(fixed_s=self.launch_s, bps=self.device_bps)
 
     def for_system(self, name: str) -> Hardware:
         """The same machine as another system uses it: other kernels, other hand-overs."""
@@ -129,9 +151,10 @@ def parse_hardware(text: str, where: str) -> Hardware:
     if unknown := sorted(set(values) - known):
         raise UsageError(f"{where} has figures that are not known: {', '.join(unknown)}")
     try:
-        return Hardware(**values)
-    except TypeError as error:
-        missing = sorted(known - set(values) - {"source", "shared", "reserved_bytes", "systems"})
-        raise UsageError(f"{where} lacks {', '.join(missing) or error}") from error
+        programs = {name: Program(**figures) for name, figures in values.pop("programs", {}).items()}
+        return Hardware(**values, programs=programs)
+    except (TypeError, AttributeError) as error:
+        missing = sorted(known - set(values) - {"source", "shared", "reserved_bytes", "programs", "systems"})
+        raise UsageError(f"{where} lacks figures: {', '.join(missing) or error}") from error
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error

@@ -1,4 +1,4 @@
-"""What was published of the systems, to compare with. Figures of the paper DynamicInfer (ICLR 2026) unless said otherwise.
+"""What was published of the systems, to compare with: figures of the paper DynamicInfer (ICLR 2026).
 
 Decoding speeds are tokens a second at a prompt of 64 and 128 new tokens, batch 1.
 """

@@ -41,7 +41,7 @@ F64 = npt.NDArray[np.float64]
 
 DIMENSIONS = 64  # of a hidden state: enough that a token's live share varies little, few enough to be quick
 SENTENCE = 128  # tokens, where the hot sets of sentences are compared
-_COUNTED = 366_000  # tokens of the published statistics of 7B: frequencies are no closer to 0 or 1 than they can tell
+_RAREST = 0.5 / 366_001  # frequencies are no closer to 0 or 1 than the 366,000 tokens of 7B's statistics can tell
 _TOP = 255  # the highest score
 _EVERY = 4  # tokens, one is counted for the coverage
 _TILE = 64  # rows and columns of a product: too few for BLAS to start threads, which wait long on a busy machine
@@ -81,6 +81,18 @@ class Scoring:
         for name, rho in (("place_rho", self.place_rho), ("skip_rho", self.skip_rho)):
             if rho is not None and not 0 < rho <= 1:
                 raise UsageError(f"{name} must be above 0 and at most 1, got {rho}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """How much is drawn of a model, and with which scores; see `make_activity`."""
+
+    stride: int
+    sequences: int
+    prompt: int
+    tokens: int
+    seed: int = 0
+    lead: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,8 +165,9 @@ def published_coverage(model: str) -> dict[str, F64]:
 
 
 def biases(recipe: Recipe) -> Biases:
-    """Those with which every layer has its published 80 % coverage and the density wanted; always the same."""
+    """Those with which every layer has the 80 % coverage published for its depth and the density wanted."""
     wanted = published_coverage(recipe.coverage_of)["80"]
+    wanted = np.interp(np.linspace(0, 1, recipe.layers), np.linspace(0, 1, len(wanted)), wanted)
     low, high = np.zeros(recipe.layers), np.full(recipe.layers, _WIDEST)
     for _ in range(_STEPS):
         spread = (low + high) / 2
@@ -210,13 +223,18 @@ def _moving(rng: np.random.Generator, sequences: int, tokens: int, r: float) -> 
     return state
 
 
-def neurons(recipe: Recipe, width: int) -> Iterator[tuple[F32, F32]]:
-    """(w [D, F], b [F]) of `width` neurons of one layer after the other: the same whatever the text."""
+def neurons(recipe: Recipe, width: int, frequency: F32 | None = None) -> Iterator[tuple[F32, F32]]:
+    """(w [D, F], b [F]) of `width` neurons of one layer after the other: the same whatever the text.
+
+    frequency [L, F]: the share of tokens for which each is to be live, instead of the recipe's.
+    """
     values = biases(recipe)
     for layer in range(recipe.layers):
         rng = np.random.default_rng((_MODEL, recipe.seed, layer))
         weight = rng.standard_normal((DIMENSIONS, width), np.float32)
         bias = values.mean[layer] + values.spread[layer] * rng.standard_normal(width, np.float32)
+        if frequency is not None:
+            bias = statistics.normal_quantile(np.clip(frequency[layer], _RAREST, 1 - _RAREST))
         yield weight / np.linalg.norm(weight, axis=0), bias.astype(np.float32)
 
 
@@ -269,17 +287,24 @@ def make_activity(
     skip are one array where their qualities are equal. Frequencies and masses are what endless text would give.
     """
     _check(recipe, {"stride": stride, "sequences": sequences, "prompt": prompt, "tokens": tokens, "lead": lead})
-    shape = (sequences, tokens, recipe.layers, width := recipe.ffn // stride)
+    sample = Sample(stride=stride, sequences=sequences, prompt=prompt, tokens=tokens, seed=seed, lead=lead)
+    return draw(recipe, scoring, sample)
+
+
+def draw(recipe: Recipe, scoring: Scoring, sample: Sample, frequency: F32 | None = None) -> Activity:
+    """`make_activity`, also of neurons with these frequencies [L, ffn // stride] (see `neurons`)."""
+    prompt, lead, seed = sample.prompt, sample.lead, sample.seed
+    shape = (sample.sequences, sample.tokens, recipe.layers, width := recipe.ffn // sample.stride)
     live, place, skip = np.empty(shape, np.bool_), np.empty(shape, np.uint8), None
     chain, place_rho, skip_rho = scoring.place_rho is None, scoring.place_rho or recipe.cosine**lead, scoring.skip_rho
     if skip_rho is not None:
         skip = place if skip_rho == scoring.place_rho else np.empty(shape, np.uint8)
-    counts = np.empty((sequences, recipe.layers, width), np.int32)
+    counts = np.empty((sample.sequences, recipe.layers, width), np.int32)
     bias = np.empty((recipe.layers, width), np.float32)
     placing, skipping = (np.random.default_rng((kind, seed, recipe.seed)) for kind in (_PLACE, _SKIP))
     past: deque[F32] = deque(maxlen=lead + 1)
-    states = hidden_states(recipe, sequences, prompt + tokens, seed)
-    for layer, (state, (weight, b)) in enumerate(zip(states, neurons(recipe, width), strict=True)):
+    states = hidden_states(recipe, sample.sequences, prompt + sample.tokens, seed)
+    for layer, (state, (weight, b)) in enumerate(zip(states, neurons(recipe, width, frequency), strict=True)):
         gate, bias[layer] = gates(state, weight), b
         now, gate = gate > -b, gate[:, prompt:]
         counts[:, layer], live[:, :, layer] = now[:, :prompt].sum(axis=1), now[:, prompt:]
@@ -289,15 +314,15 @@ def make_activity(
         if skip is not None and skip is not place and skip_rho is not None:
             skip[:, :, layer] = scores(noised(gate, skip_rho, skipping), b, skip_rho)
     runs = []
-    for i in range(sequences):
+    for i in range(sample.sequences):
         mine = place[i]
         own = None if skip is None else mine if skip is place else skip[i]
-        placed = np.ones((tokens, recipe.layers), np.bool_)
+        placed = np.ones((sample.tokens, recipe.layers), np.bool_)
         runs.append(
             Run(prompt_tokens=prompt, prompt_counts=counts[i], live=live[i], place=mine, placed=placed, skip=own)
         )
-    frequency, mass = _expected(bias)
-    return Activity(name=recipe.name, synthetic=True, frequency=frequency, mass=mass, runs=tuple(runs), stride=stride)
+    known = dict(zip(("frequency", "mass"), _expected(bias), strict=True))
+    return Activity(name=recipe.name, synthetic=True, runs=tuple(runs), stride=sample.stride, **known)
 
 
 def _check(recipe: Recipe, sizes: dict[str, int]) -> None:
@@ -314,8 +339,7 @@ def _expected(bias: F32) -> tuple[F32, F32]:
     """(share of tokens for which each neuron is live, its mean value where it is), of biases [L, F]."""
     frequency = statistics.normal_cdf_exact(bias)
     mass = bias + np.exp(bias.astype(np.float64) ** 2 * -0.5) / math.sqrt(2 * math.pi) / frequency
-    least = 0.5 / (_COUNTED + 1)
-    return np.clip(frequency, least, 1 - least).astype(np.float32), mass.astype(np.float32)
+    return np.clip(frequency, _RAREST, 1 - _RAREST).astype(np.float32), mass.astype(np.float32)
 
 
 def checked(

@@ -70,7 +70,7 @@ def shipped_frequency(frequency: F32) -> F32:
 
 
 def shipped_share(weights: Weights) -> float:
-    """Of the memory for neurons, what PowerInfer's released placement fills: it takes a neuron for n_ff x 4.5 / 4 wide."""
+    """Of the memory for neurons, what PowerInfer's released placement fills: it takes n_ff x 4.5 / 4 for a neuron."""
     spec = weights.spec
     return min(1.0, 3 * spec.hidden / (spec.ffn * 4.5 / 4))
 

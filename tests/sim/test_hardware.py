@@ -1,0 +1,72 @@
+"""Hardware files: the shipped ones, what is read back, and what is refused."""
+
+import json
+
+import pytest
+
+from dynajax.errors import StorageError, UsageError
+from dynajax.sim.hardware import NAMED, Program, load_hardware
+from tests.sim.cases import machine
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_shipped_machines(name):
+    hardware = load_hardware(name)
+    assert hardware.name == name and not hardware.shared and "not measured" in hardware.source
+    assert hardware.for_system("powerinfer").sync_s != hardware.sync_s
+    assert hardware.for_system("transformers").reserved_bytes > hardware.reserved_bytes
+    assert hardware.for_system("ours") == hardware.for_system("nobody")
+
+
+def test_a_file_is_read_back(tmp_path):
+    programs = {"attend": Program(fixed_s=1e-6, bps=2e9)}
+    hardware = machine(programs=programs, systems={"powerinfer": {"sync_s": 1.0}})
+    (tmp_path / "here.json").write_text(json.dumps(hardware.to_json()))
+    assert load_hardware(str(tmp_path / "here.json")) == hardware
+    assert hardware.program("attend") == programs["attend"]
+    assert hardware.program("hot") == Program(fixed_s=hardware.launch_s, bps=hardware.device_bps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "version 1"),
+        ({"link_bps": 0}, "link_bps must be a number > 0"),
+        ({"link_bps": True}, "link_bps"),
+        ({"cores": 1.5}, "cores must be an integer"),
+        ({"cores": 0}, "needs a core"),
+        ({"reserved_bytes": 10**6}, "more device memory than is reserved"),
+        ({"cpu_bps": {}}, "at least one type"),
+        ({"cpu_bps": {"float32": -1}}, "cpu_bps of float32"),
+        ({"systems": {"x": {"speed": 1}}}, "known figures"),
+        ({"programs": {"tail": {"fixed_s": 1.0, "bps": 1.0}}}, "attend, score, hot, head"),
+        ({"programs": {"hot": {"fixed_s": 1.0}}}, "lacks figures"),
+        ({"programs": 3}, "lacks figures"),
+        ({"speed": 1.0}, "not known: speed"),
+        ({"t0_s": None}, "lacks figures: t0_s"),
+    ],
+)
+def test_what_is_refused(tmp_path, changes, words):
+    values = {key: value for key, value in (machine().to_json() | changes).items() if value is not None}
+    (path := tmp_path / "bad.json").write_text(json.dumps(values))
+    with pytest.raises(UsageError, match=words) as caught:
+        load_hardware(str(path))
+    assert "bad.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(UsageError, match="pc-high, pc-low"):
+        load_hardware("pc-hihg")
+    with pytest.raises(StorageError):
+        load_hardware(str(tmp_path))
+    (tmp_path / "x").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="no text"):
+        load_hardware(str(tmp_path / "x"))
+    (tmp_path / "y").write_text("[")
+    with pytest.raises(UsageError, match="no hardware file"):
+        load_hardware(str(tmp_path / "y"))
+
+
+def test_a_type_without_a_rate_is_named():
+    with pytest.raises(UsageError, match="no host rate for int4, only for float32"):
+        machine().host_rate("int4")
