@@ -120,31 +120,32 @@ def _assumed(speeds: Sequence[Cell], sensitivity: Sequence[Cell]) -> str:
     """What the paper leaves open, and how much DynamicInfer's simulated speed depends on it."""
     usual = {cell.row: cell.simulated for cell in speeds if cell.system == "dynamicinfer"}
     other = {cell.row: cell.simulated for cell in sensitivity if cell.system == "dynamicinfer"}
-    models = [row for row in usual if any(name.startswith(f"{row}/") for name in other)]
+    rows = [row for row in usual if any(changed.startswith(f"{row}/") for changed in other)]
     lines = []
-    for name, chosen, values in _choices(models):
-        told = []
-        for row in models:
-            ratios = [other[key] / usual[row] - 1 for v in values if (key := f"{row}/{name}={v}") in other]
-            told.append(f"{min(ratios):+.1%} to {max(ratios):+.1%}" if ratios else NONE)
+    for of, name, chosen, values in _choices(rows):
+        found = {row: [other[at] / usual[row] - 1 for value in values if (at := f"{row}/{name}={value}") in other]
+                 for row in of}  # fmt: skip
+        told = (f"{min(found[row]):+.1%} to {max(found[row]):+.1%}" if found.get(row) else NONE for row in rows)
         lines.append([name, chosen, ", ".join(values), *told])
-    head = ("constant", "chosen", "instead", *(f"simulated tok/s, {row}" for row in models))
+    head = ("constant", "chosen", "instead", *(f"simulated tok/s, {row}" for row in rows))
     return f"## Constants of the simulated systems that were assumed: what other choices change\n\n{grid(head, lines)}"
 
 
-def _choices(models: Sequence[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Name, what was chosen, and what was tried instead; of the models' own the recipe's values."""
+def _choices(rows: Sequence[str]) -> Iterator[tuple[Sequence[str], str, str, tuple[str, ...]]]:
+    """The rows that it holds for, its name, what was chosen, what else was tried: of the systems, then the models."""
     from dynajax.sim.paper import ASSUMED, OPEN
     from dynajax.sim.synthetic import RECIPES
 
     for name, chosen, others in OPEN:
-        yield name, "solved from the published recall" if chosen is None else str(chosen), tuple(map(str, others))
-    for model in dict.fromkeys(row.partition("/")[2] for row in models):
+        solved = "solved from the published recall"  # theta
+        yield rows, name, solved if chosen is None else str(chosen), tuple(map(str, others))
+    for row in rows:
+        model = row.partition("/")[2]
         values: dict[str, list[str]] = {}
         for name, value in ASSUMED.get(model, ()):
             values.setdefault(name, []).append(f"{value:g}")
-        for name, others in values.items():
-            yield name, f"{getattr(RECIPES[model], name):g} ({model})", tuple(others)
+        for name, tried in values.items():
+            yield [row], name, f"{getattr(RECIPES[model], name):g} ({model})", tuple(tried)
 
 
 # --- policies on a trace ---

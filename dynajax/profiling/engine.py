@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ CTX = 256
 PROMPT = (1, 2, 3)
 TRACED = 32  # tokens
 LEAST_S, MOST_BPS = 1e-7, 1e13  # of what is left after a subtraction; of a line that does not rise
+MOST_PLAN_S, HALVINGS = 1e-2, 12
 NARROW = ModelSpec(layers=4, hidden=64, ffn=192, heads=4, kv_heads=4, head_dim=16, vocab=128, max_positions=CTX)
 DEEP = replace(NARROW, layers=20)
 WIDE = replace(NARROW, layers=6, hidden=1024, ffn=3072, heads=8, kv_heads=8, head_dim=128, vocab=8192)
@@ -101,19 +102,24 @@ def simulated_s(prepared: Prepared, activity: Activity, hardware: Hardware) -> f
     return tally.seconds / tally.tokens
 
 
-def samples(threads: int, specs: tuple[ModelSpec, ...], tokens: int, runs: int) -> list[Sample]:
-    """One of each model; engines take turns, so that a busy moment hits all."""
+def samples(threads: int, cases: Sequence[tuple[ModelSpec, str]], tokens: int, runs: int) -> list[Sample]:
+    """One of each model and policy; engines take turns, so that a busy moment hits all."""
     times: dict[int, list[float]] = defaultdict(list)
     with TemporaryDirectory(prefix="dynajax-profile-") as folder, ExitStack() as stack:
         engines = []
-        for i, spec in enumerate(specs):
+        for i, (spec, policy) in enumerate(cases):
             model = str(make_checkpoint(Path(folder) / f"model-{i}", spec))
             kept = {"predictor": "gate", "stats": "none", "threads": threads, "set": {"record_scores": True}}
-            engines.append(stack.enter_context(opened(model, "static", **kept)))
+            engines.append(stack.enter_context(opened(model, policy, **kept)))
         for _ in range(runs):
             for i, engine in enumerate(engines):
                 times[i] += token_times(engine, list(PROMPT), tokens)
         return [_sample(engine, float(np.median(times[i]))) for i, engine in enumerate(engines)]
+
+
+def models(narrow: ModelSpec, deep: ModelSpec, wide: ModelSpec) -> tuple[tuple[ModelSpec, str], ...]:
+    """What is decoded: the three models with nothing moving, then the deep one with plans of two kinds."""
+    return (narrow, "static"), (deep, "static"), (wide, "static"), (deep, "lru"), (deep, "dynamic")
 
 
 def program_lines(narrow: Sample, wide: Sample) -> dict[str, Program]:
@@ -132,6 +138,16 @@ def own_work(shallow: Sample, deep: Sample, hardware: Hardware) -> tuple[float, 
             for sample in (shallow, deep)]  # fmt: skip
     line = Line.through(*rest)
     return max(LEAST_S, line.slope), max(LEAST_S, line.intercept)
+
+
+def planning_s(sample: Sample, hardware: Hardware, figure: str) -> float:
+    """The seconds of `plan_s` or `balance_s` with which the simulator gives the sample's time of a token."""
+    low, high = LEAST_S, MOST_PLAN_S
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        slow = simulated_s(sample.prepared, sample.activity, replace(hardware, **{figure: middle})) > sample.token_s
+        low, high = (low, middle) if slow else (middle, high)
+    return low
 
 
 def _sample(engine: Engine, token_s: float) -> Sample:

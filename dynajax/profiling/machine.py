@@ -41,7 +41,7 @@ class Effort:
     most_bytes: int = 4 << 30  # of host memory that a figure takes
     link_bytes: tuple[int, int] = (64 << 20, 4 << 10)
     widths: tuple[int, int] = (768, 6144)  # of the layers that are planned
-    models: tuple[ModelSpec, ModelSpec, ModelSpec] = (engine.NARROW, engine.DEEP, engine.WIDE)  # that are decoded
+    models: tuple[tuple[ModelSpec, str], ...] = engine.models(engine.NARROW, engine.DEEP, engine.WIDE)  # and policies
     decoded: int = 64  # tokens
     runs: int = 10
 
@@ -56,7 +56,9 @@ QUICK = Effort(
     chunk_bytes=8 << 20,
     most_bytes=128 << 20,
     link_bytes=(16 << 20, 4 << 10),
-    models=(engine.NARROW, replace(engine.NARROW, layers=8), replace(engine.WIDE, hidden=256, ffn=768, layers=2)),
+    models=engine.models(
+        engine.NARROW, replace(engine.NARROW, layers=8), replace(engine.WIDE, hidden=256, ffn=768, layers=2)
+    ),
     decoded=32,
     runs=2,
 )
@@ -90,13 +92,17 @@ def profile_machine(threads: int | None, effort: Effort, date: str, progress: Pr
         token_s=LEAST_S,
         plan_s=max(LEAST_S, line.intercept),
         plan_unit_s=max(LEAST_S, line.slope),
+        balance_s=LEAST_S,
         **figures,
     )
-    narrow, deep, wide = engine.samples(count, effort.models, effort.decoded, effort.runs)
+    narrow, deep, wide, moving, balancing = engine.samples(count, effort.models, effort.decoded, effort.runs)
     hardware = replace(hardware, programs=engine.program_lines(narrow, wide), call_s=narrow.cold_s)
     layer_s, token_s = engine.own_work(narrow, deep, hardware)
+    hardware = replace(hardware, layer_s=layer_s, token_s=token_s)
+    hardware = replace(hardware, plan_s=engine.planning_s(moving, hardware, "plan_s"))
+    hardware = replace(hardware, balance_s=engine.planning_s(balancing, hardware, "balance_s"))
     steps.next()
-    return replace(hardware, layer_s=layer_s, token_s=token_s)
+    return hardware
 
 
 class _Steps:

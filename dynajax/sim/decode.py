@@ -373,7 +373,8 @@ class _Decoding:
         """Swaps and thresholds, and the swaps carried out."""
         hardware = self.hardware
         yield known
-        yield self._python("scheduler", hardware.plan_s + self.load.neurons * hardware.plan_unit_s)
+        spent_s = hardware.plan_s + self.load.neurons * hardware.plan_unit_s
+        yield self._python("scheduler", spent_s + (hardware.balance_s if self.system.policy == "dynamic" else 0.0))
         plan = self.planner.plan(layer, scores, None, self.estimator.costs())
         if self.on_plan is not None:
             self.on_plan(layer, plan)
@@ -398,6 +399,8 @@ class _Decoding:
             yield gather
             self._saw("t_gather_s", units, gather.seconds)
         asks = {"memory": hardware.link_bps * (2 if hardware.shared else 1)}  # the device's memory may be the same
+        if hardware.shared and hardware.link_bps > hardware.host_bps:  # nothing is copied
+            asks = {}
         link = simulation.give("link", "transfer", pieces * hardware.t0_s, size / hardware.link_bps, asks)
         yield link
         costs = self.estimator.costs()

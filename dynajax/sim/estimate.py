@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -42,7 +42,7 @@ ALIKE: Mapping[ActivationKind, str] = {
     "silu": "relullama-7b",
 }
 QUALITY = {**GATE_QUALITY, 8: 0.9999}  # by bits
-FIXED = ("launch_s", "t0_s", "call_s", "sync_s", "dispatch_s", "layer_s", "token_s", "plan_s", "plan_unit_s")
+FIXED = tuple(entry.name for entry in fields(Hardware) if entry.name.endswith("_s"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

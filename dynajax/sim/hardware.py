@@ -64,6 +64,7 @@ class Hardware:
     token_s: float  # of the main thread, a token, beside its layers
     plan_s: float  # of the scheduler's thread, a plan
     plan_unit_s: float  # and for each unit of the layer
+    balance_s: float  # and where it balances thresholds
     programs: Mapping[str, Program] = field(default_factory=dict)  # of the device, by kind, that were measured apart
     systems: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of others: their figures that differ
 

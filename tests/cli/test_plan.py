@@ -1,11 +1,14 @@
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
+
+from dynajax.sim.hardware import load_hardware
 
 ROOT = Path(__file__).parents[2]
 UNITS = 3 * 64  # of the fixture `model`
@@ -52,6 +55,75 @@ def test_the_table_names_every_item(command, model):
 def test_a_share_of_the_gpu_needs_a_gpu(command, model):
     ended = command("plan", "--model", model, "--vram-budget", "0.85")
     assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+
+
+def test_a_described_machine_has_its_own_budget_and_policy(command, model, tmp_path):
+    shutil.copy(model / "config.json", tmp_path)  # no weights anywhere
+    argv = ("--model", tmp_path, "--ctx", 256, "--dtype", "float16", "--json")
+    assert command("plan", *argv).json("plan")["expected"] is None
+    whole = command("plan", *argv, "--hardware", "pc-low").json("plan")
+    assert whole["budget_bytes"] == 10 * 2**30  # 11 GiB, of which 1 is reserved
+    assert whole["device"]["margin"] == int(0.03 * 10 * 2**30) + 64 * 2**20
+    assert (whole["units"]["share"], whole["device"]["staging"]) == (1.0, 0)
+    low, high = whole["expected"]["decode_range"]
+    assert low == whole["expected"]["decode_tok_s"] < high
+    least = whole["smallest_budget_bytes"]
+    part = command("plan", *argv, "--hardware", "pc-low", "--vram-budget", f"{least + 100_000}B").json("plan")
+    assert part["budget_bytes"] == least + 100_000
+    assert 0 < part["units"]["share"] < 1
+    assert part["device"]["staging"] > 0  # neurons move there, as they would not here
+    assert part["expected"]["decode_range"][0] <= part["expected"]["decode_tok_s"]
+    assert part["expected"]["bound_by"] == "latency"  # of so small a model
+    assert command("plan", *argv, "--hardware", "pc-low", "--vram-budget", f"{least}B").code == 0
+    assert command("plan", *argv, "--hardware", "pc-low", "--vram-budget", f"{least - 1}B").code == 4
+
+
+def test_a_described_cpu_backend_is_planned_as_one(command, model, tmp_path):
+    figures = load_hardware("pc-low").to_json() | {"shared": True, "reserved_bytes": 0, "device_bytes": 2**30}
+    figures["cpu_bps"] = {"float32": 5e10}
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(figures))
+    argv = ("--model", model, "--ctx", 256, "--json")
+    plan = command("plan", *argv, "--hardware", path).json("plan")
+    assert (plan["budget_bytes"], plan["device"]["margin"]) == (2**30, 0)
+    part = command("plan", *argv, "--vram-budget", "950KiB")
+    same = command("plan", *argv, "--vram-budget", "950KiB", "--hardware", path).json("plan")
+    assert same.pop("expected")["simulated"] is True
+    assert part.json("plan") == same | {"expected": None}
+
+
+def test_the_table_calls_what_was_simulated_so(command, model):
+    argv = ("plan", "--model", model, "--ctx", 256, "--dtype", "float16")
+    here, there = command(*argv), command(*argv, "--hardware", "pc-high")
+    assert (there.code, there.err) == (0, "")
+    assert "simulated" not in here.out
+    lines = [line for line in there.out.splitlines() if line.startswith("simulated ")]
+    assert [line.split()[1] for line in lines] == ["decoding", "range", "prefill", "bound"]
+    assert all("tok/s" in line for line in lines[:3])
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", '{"version": 1}', '{"version": 1, "name": "toy", "device_bytes": "2"}']
+)
+def test_a_refused_machine_is_one_line(command, model, tmp_path, text):
+    path = tmp_path / "machine.json"
+    if text is not None:
+        path.write_text(text)
+    ended = command("plan", "--model", model, "--hardware", path)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert str(path) in ended.err
+
+
+def test_what_a_machine_cannot_do_is_refused(command, model):
+    argv = ("plan", "--model", model, "--ctx", 256, "--hardware", "pc-high", "--vram-budget")
+    ended = command(*argv, "30GiB")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (4, "", 1)
+    assert "XLA" not in ended.err
+    least = command(*argv, "1GiB", "--json").json("plan")["smallest_budget_bytes"]
+    ended = command(*argv, f"{least + 100_000}B")  # the model is float32
+    assert (ended.code, ended.out) == (2, "")
+    assert "pc-high has host rates for float16" in ended.err
+    assert command(*argv, "0.01", "--json").json("plan")["budget_bytes"] == int(0.01 * 23 * 2**30)
 
 
 @pytest.mark.parametrize("schema", ["plan", "generate"])

@@ -15,7 +15,7 @@ TINY = 1e-12  # seconds: nothing
 
 
 def machine(**changes: Any) -> Hardware:
-    """The device reads 100 bytes a second, the host 10; memory and cores suffice for all, and nothing else takes time."""
+    """The device reads 100 bytes a second, the host 10; memory and cores suffice for all, nothing else takes time."""
     base: dict[str, Any] = {
         "name": "small",
         "device_bytes": 1000,
@@ -37,6 +37,7 @@ def machine(**changes: Any) -> Hardware:
         "token_s": TINY,
         "plan_s": TINY,
         "plan_unit_s": TINY,
+        "balance_s": TINY,
     }
     return Hardware(**base | changes)
 
