@@ -101,8 +101,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args(argv)
     base = load_hardware(args.machine)
-    rows = [row for row in ROWS if args.machine.startswith(row.machine)]
+    rows = [row for row in ROWS if args.machine in (row.machine, row.hardware)]
     values = fit(base, start_of(base), rows)
+    values = {name: min(value, base.host_bps) if name.startswith("cpu_") else value for name, value in values.items()}
     rounded = {name: float(f"{value:.3g}") for name, value in values.items()}
     found = errors(fitted := machine(base, rounded), rows)
     for (row, name), error in found.items():

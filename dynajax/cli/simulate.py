@@ -93,7 +93,7 @@ def _show_table(output: OutputFlags, out: Path | None) -> None:
     if out is not None:
         refuse_unwritable(out)
     cells = paper_cells()
-    machines = [load_hardware(name) for name in dict.fromkeys(row.machine for row in ROWS)]
+    machines = [load_hardware(name) for name in dict.fromkeys(row.hardware for row in ROWS)]
     report = paper_report(cells, ROWS, machines)
     if out is not None:
         text = report.encode()

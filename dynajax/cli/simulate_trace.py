@@ -68,12 +68,12 @@ def show_trace(
     traced = open_trace(trace, engine.model, offline=config.offline)
     settings = sweep_of(constants_of(engine.set or (), config.knobs, traced.constants), sweep)
     setup = setup_of(traced, hardware, engine, config)
-    _warn(traced, [setting.config for setting in settings])
     found: list[Answer] = []
     with closing(progress()) as report:
         for answer in answers(setup, policies, settings):
             found.append(answer)
             report("simulate", len(found), len(policies) * len(settings))
+    _warn(traced, [setting.config for setting in settings])
     if draw is not None:
         draw(found)
     if not output.json:

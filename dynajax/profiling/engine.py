@@ -1,17 +1,16 @@
 """What the engine's own programs and Python take: engines of random models decode, and the simulator has to agree.
 
-Three models, half of whose neurons are on the host: two that differ in depth alone and have almost nothing to compute,
-and a wide one that does not fit the caches. The wide and a narrow one give every kind of program its line, fixed
-seconds and bytes a second. What a token of the narrow ones takes beyond its programs and kernels, by the simulator's
-own account, is the main thread's: a share for each layer, and one for the token.
+Every engine skips by its predictors and has half of its neurons on the host. Two that differ in depth alone and have
+almost nothing to compute tell what the main thread takes for a layer and for a token; one each with large attention,
+neurons or vocabulary tells at which rate those are read; and two that plan tell what a plan takes. Each figure in turn
+is the one with which the simulator gives the time of a token that was measured.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,27 +18,64 @@ from typing import Any
 
 import numpy as np
 
-from dynajax.config import EngineConfig, ModelSpec
+from dynajax.checkpoint import resolve_model
+from dynajax.config import Activation, EngineConfig, ModelSpec
 from dynajax.engine import Engine, plan_for
 from dynajax.engine.planning import Prepared
 from dynajax.engine.prediction import knobs_of
-from dynajax.profiling.pace import Line
+from dynajax.profiling.pace import Line, Pace
 from dynajax.sim.activity import Activity, from_trace
-from dynajax.sim.decode import Load, System, decode
-from dynajax.sim.hardware import PROGRAMS, Hardware, Program
+from dynajax.sim.decode import decode
+from dynajax.sim.hardware import Hardware, Program
 from dynajax.sim.models import Weights
+from dynajax.sim.records import Load, System
 from dynajax.testing import make_checkpoint
-from dynajax.timeline import Timeline
 from dynajax.trace import Recorder, read_trace
 
 CTX = 256
 PROMPT = (1, 2, 3)
-TRACED = 32  # tokens
-LEAST_S, MOST_BPS = 1e-7, 1e13  # of what is left after a subtraction; of a line that does not rise
-MOST_PLAN_S, HALVINGS = 1e-2, 12
-NARROW = ModelSpec(layers=4, hidden=64, ffn=192, heads=4, kv_heads=4, head_dim=16, vocab=128, max_positions=CTX)
-DEEP = replace(NARROW, layers=20)
-WIDE = replace(NARROW, layers=6, hidden=1024, ffn=3072, heads=8, kv_heads=8, head_dim=128, vocab=8192)
+TOKENS, TRACED = 64, 32  # decoded in a run, recorded
+QUICK_PERCENT = 25
+LEAST_S, MOST_PLAN_S = 1e-7, 1e-2  # bounds of a figure
+MOST_PROGRAM_S = 1.0
+HALVINGS = 18  # of the range that it is looked for in
+TEXT_MODEL = "tiny-relullama"  # whose tokenizer the models have: text is made while decoding
+VOCAB = 8192  # of that
+NARROW = ModelSpec(layers=4, hidden=64, ffn=192, heads=4, kv_heads=4, head_dim=16, vocab=VOCAB, max_positions=CTX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """What is decoded: a smaller and a larger model for what has a line, fixed seconds and bytes a second."""
+
+    narrow: ModelSpec
+    deep: ModelSpec
+    attention: tuple[ModelSpec, ModelSpec]
+    neurons: tuple[ModelSpec, ModelSpec]
+    vocabulary: ModelSpec
+    ranked: ModelSpec  # whose scores rank the neurons of a token
+
+
+def _wide(spec: ModelSpec, hidden: int, **changes: Any) -> ModelSpec:
+    return replace(spec, hidden=hidden, heads=8, kv_heads=8, head_dim=hidden // 8, **changes)
+
+
+LARGE = Models(  # what is to be read is larger than the caches
+    narrow=NARROW,
+    deep=replace(NARROW, layers=20),
+    attention=(_wide(NARROW, 512, layers=12), _wide(NARROW, 1536)),
+    neurons=(_wide(NARROW, 512, layers=8, ffn=1536), _wide(NARROW, 512, ffn=8192)),
+    vocabulary=replace(NARROW, layers=2, hidden=256, vocab=65536),
+    ranked=_wide(NARROW, 512, layers=8, ffn=1536, activation=Activation(kind="silu")),
+)
+SMALL = Models(
+    narrow=NARROW,
+    deep=replace(NARROW, layers=8),
+    attention=(_wide(NARROW, 128), _wide(NARROW, 256)),
+    neurons=(replace(NARROW, ffn=384), replace(NARROW, ffn=1536)),
+    vocabulary=replace(NARROW, hidden=128),
+    ranked=replace(NARROW, activation=Activation(kind="silu")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,8 +85,6 @@ class Sample:
     prepared: Prepared
     activity: Activity
     token_s: float
-    programs: Mapping[str, tuple[float, float]]  # kind: bytes, seconds
-    cold_s: float  # of the host, a layer
 
 
 def opened(model: str, policy: str, pool_share: float = 0.5, **settings: Any) -> Engine:
@@ -79,8 +113,9 @@ def recorded(engine: Engine, prompt: list[int], tokens: int) -> Activity:
         engine.record(None)
         recorder.write(path)
         activity = from_trace(read_trace(path), "recorded")
-    plans = engine._parts.plans
-    assert plans is not None, "only an engine that plans can be recorded for this"
+    parts = engine._parts
+    assert parts is not None and parts.plans is not None, "only an open engine that plans can be recorded for this"
+    plans = parts.plans
     return replace(activity, frequency=plans.statistics.frequency, mass=plans.statistics.mass)
 
 
@@ -91,7 +126,8 @@ def load_of(prepared: Prepared) -> Load:
     places, layers = prediction.entries, prepared.spec.layers
     copies = max(1, len({layer for _, layer in places}))  # a layer's predictors of all leads share one
     scores = round(len(places) / layers)
-    return weights.load(prepared.model, prediction.bytes / copies * scores, scores)
+    load = weights.load(prepared.model, prediction.bytes / copies * scores, scores)
+    return replace(load, ranks=prediction.density is not None)
 
 
 def simulated_s(prepared: Prepared, activity: Activity, hardware: Hardware) -> float:
@@ -102,72 +138,107 @@ def simulated_s(prepared: Prepared, activity: Activity, hardware: Hardware) -> f
     return tally.seconds / tally.tokens
 
 
-def samples(threads: int, cases: Sequence[tuple[ModelSpec, str]], tokens: int, runs: int) -> list[Sample]:
-    """One of each model and policy; engines take turns, so that a busy moment hits all."""
-    times: dict[int, list[float]] = defaultdict(list)
-    with TemporaryDirectory(prefix="dynajax-profile-") as folder, ExitStack() as stack:
-        engines = []
-        for i, (spec, policy) in enumerate(cases):
-            model = str(make_checkpoint(Path(folder) / f"model-{i}", spec))
-            kept = {"predictor": "gate", "stats": "none", "threads": threads, "set": {"record_scores": True}}
-            engines.append(stack.enter_context(opened(model, policy, **kept)))
-        for _ in range(runs):
-            for i, engine in enumerate(engines):
-                times[i] += token_times(engine, list(PROMPT), tokens)
-        return [_sample(engine, float(np.median(times[i]))) for i, engine in enumerate(engines)]
+def sample(spec: ModelSpec, policy: str, threads: int, pace: Pace) -> Sample:
+    """Of a random model: the time of a token, by its faster quartile, for others may use the machine; what it does."""
+    with TemporaryDirectory(prefix="dynajax-profile-") as folder:
+        model = str(make_checkpoint(Path(folder) / "model", spec))
+        for file in resolve_model(TEXT_MODEL).glob("tokenizer*"):
+            shutil.copy(file, model)
+        kept: dict[str, Any] = {"predictor": "gate", "stats": "none", "threads": threads}
+        kept["set"] = {"record_scores": True}
+        with opened(model, policy, **kept) as engine:
+            times = pace.samples(lambda: token_times(engine, list(PROMPT), TOKENS))
+            activity, parts = recorded(engine, list(PROMPT), TRACED), engine._parts
+    assert parts is not None, "the engine was open"
+    return Sample(prepared=parts.prepared, activity=activity, token_s=quick_s(times))
 
 
-def models(narrow: ModelSpec, deep: ModelSpec, wide: ModelSpec) -> tuple[tuple[ModelSpec, str], ...]:
-    """What is decoded: the three models with nothing moving, then the deep one with plans of two kinds."""
-    return (narrow, "static"), (deep, "static"), (wide, "static"), (deep, "lru"), (deep, "dynamic")
+def quick_s(times: Sequence[Sequence[float]]) -> float:
+    """The faster quartile of the tokens of all runs."""
+    return float(np.percentile(np.concatenate(times), QUICK_PERCENT))
 
 
-def program_lines(narrow: Sample, wide: Sample) -> dict[str, Program]:
-    """Fixed seconds and bytes a second of every kind."""
-    lines = {kind: Line.through(narrow.programs[kind], wide.programs[kind]) for kind in PROGRAMS}
-    return {
-        kind: Program(fixed_s=max(LEAST_S, line.intercept), bps=1 / max(1 / MOST_BPS, line.slope))
-        for kind, line in lines.items()
-    }
+def with_engine_figures(
+    hardware: Hardware, models: Models, threads: int, pace: Pace, on_step: Callable[[], None]
+) -> Hardware:
+    """The machine with layer_s, token_s, programs, plan_s and balance_s as engines show them."""
+
+    def watched(spec: ModelSpec, policy: str = "static") -> Sample:
+        found = sample(spec, policy, threads, pace)
+        on_step()
+        return found
+
+    narrow = watched(models.narrow)
+    layer_s, token_s = own_work(narrow, watched(models.deep), hardware)
+    hardware = replace(hardware, layer_s=layer_s, token_s=token_s)
+    for kind, pair in (("attend", models.attention), ("hot", models.neurons), ("head", (models.vocabulary,))):
+        hardware = with_curve(hardware, kind, narrow, [watched(spec) for spec in pair])
+    sizes, seconds = hardware.program("hot").sizes[-2:], hardware.program("hot").seconds[-2:]
+    bps = (sizes[1] - sizes[0]) / max(LEAST_S, seconds[1] - seconds[0])
+    hardware = with_program(hardware, "score", Program.plain(hardware.launch_s, bps))
+    hardware = with_curve(hardware, "rank", narrow, [watched(models.ranked)])
+    for figure, policy in (("plan_s", "lru"), ("balance_s", "dynamic")):
+        seen = watched(models.deep, policy)
+        hardware = with_plans(hardware, figure, seen)
+    return hardware
 
 
 def own_work(shallow: Sample, deep: Sample, hardware: Hardware) -> tuple[float, float]:
     """(layer_s, token_s): what the tokens of two depths take beyond what the simulator says without either."""
     bare = replace(hardware, layer_s=LEAST_S, token_s=LEAST_S)
-    rest = [(float(sample.prepared.spec.layers), sample.token_s - simulated_s(sample.prepared, sample.activity, bare))
-            for sample in (shallow, deep)]  # fmt: skip
+    rest = [(float(seen.prepared.spec.layers), seen.token_s - simulated_s(seen.prepared, seen.activity, bare))
+            for seen in (shallow, deep)]  # fmt: skip
     line = Line.through(*rest)
     return max(LEAST_S, line.slope), max(LEAST_S, line.intercept)
 
 
-def planning_s(sample: Sample, hardware: Hardware, figure: str) -> float:
-    """The seconds of `plan_s` or `balance_s` with which the simulator gives the sample's time of a token."""
-    low, high = LEAST_S, MOST_PLAN_S
+def with_program(hardware: Hardware, kind: str, program: Program) -> Hardware:
+    """The machine with what a kind of program takes."""
+    return replace(hardware, programs={**hardware.programs, kind: program})
+
+
+def with_curve(hardware: Hardware, kind: str, narrow: Sample, larger: Sequence[Sample]) -> Hardware:
+    """The machine with the seconds of a kind of program that the samples' times ask for.
+
+    At the narrow model's size it takes what it was taken to when `layer_s` was told: the curve begins there.
+    """
+    size = bytes_of(kind, narrow)
+    sizes, seconds = [size], [hardware.launch_s + size / hardware.device_bps]
+    for seen in larger:
+        sizes.append(bytes_of(kind, seen))
+        seconds.append(max(seconds[-1], _alone_s(hardware, kind, seen)))
+    return with_program(hardware, kind, Program(sizes=tuple(sizes), seconds=tuple(seconds)))
+
+
+def _alone_s(hardware: Hardware, kind: str, seen: Sample) -> float:
+    """The seconds of a program of that kind, whatever its size, with which the sample takes as long as it did."""
+    return solved(
+        lambda value: with_program(hardware, kind, Program(sizes=(0.0, 1.0), seconds=(value, value))),
+        seen, LEAST_S, MOST_PROGRAM_S,
+    )  # fmt: skip
+
+
+def bytes_of(kind: str, seen: Sample) -> float:
+    """Of one program."""
+    load = load_of(seen.prepared)
+    return {
+        "attend": load.attention + load.prefix(CTX, bucketed=True) * load.kv_token,
+        "hot": seen.prepared.placement.resident / load.layers * load.unit,
+        "head": load.head,
+        "rank": load.score / max(1, load.scores),
+    }[kind]
+
+
+def with_plans(hardware: Hardware, figure: str, seen: Sample) -> Hardware:
+    """The machine with `plan_s` or `balance_s` as the sample tells."""
+    seconds = solved(lambda value: replace(hardware, **{figure: value}), seen, LEAST_S, MOST_PLAN_S)
+    return replace(hardware, **{figure: seconds})
+
+
+def solved(machine_of: Callable[[float], Hardware], seen: Sample, low: float, high: float) -> float:
+    """The figure with which the simulator gives the sample's time: the larger, the longer a token takes."""
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
-        slow = simulated_s(sample.prepared, sample.activity, replace(hardware, **{figure: middle})) > sample.token_s
+        slow = simulated_s(seen.prepared, seen.activity, machine_of(middle)) > seen.token_s
         low, high = (low, middle) if slow else (middle, high)
     return low
-
-
-def _sample(engine: Engine, token_s: float) -> Sample:
-    activity = recorded(engine, list(PROMPT), TRACED)
-    timeline = Timeline()
-    engine.trace(timeline)
-    engine.generate(list(PROMPT), max_new_tokens=TRACED, ignore_eos=True)
-    engine.trace(None)
-    prepared = engine._parts.prepared
-    load, times = load_of(prepared), defaultdict(list)
-    for lane, name, begin, end in timeline.spans():
-        if lane in ("device", "host") and "," not in name:
-            times[name.split()[0]].append(end - begin)
-    slots = prepared.placement.resident / load.layers
-    sizes = {
-        "attend": load.attention + load.prefix(CTX, bucketed=True) * load.kv_token,
-        "score": load.score / max(1, load.scores),
-        "hot": slots * load.unit,
-        "head": load.head,
-    }
-    programs = {kind: (size, float(np.median(times[kind]))) for kind, size in sizes.items()}
-    cold_s = float(np.median(times["cold"]))
-    return Sample(prepared=prepared, activity=activity, token_s=token_s, programs=programs, cold_s=cold_s)

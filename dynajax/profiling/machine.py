@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import jax
 
-from dynajax.config import DTYPE_BYTES, DTypeName, EngineConfig, ModelSpec
+from dynajax.config import DTYPE_BYTES, DTypeName, EngineConfig
 from dynajax.engine.opening import host_threads
 from dynajax.engine.planning import MOST_STAGED
 from dynajax.profiling import device, engine, host, overhead
@@ -18,7 +18,7 @@ from dynajax.profiling.pace import Pace
 from dynajax.sim.hardware import Hardware
 from hostcompute import default_threads, open_pool
 
-FIGURES = 13  # steps of a run
+FIGURES = 22  # steps of a run
 CACHES, LEAST_BYTES = 4, 2**30  # what is read in turn: so many times the caches, and more than a virtual machine hides
 GPU_WEIGHTS = 2**32  # bytes of a product's weights on a GPU
 PROMPT_DTYPE: DTypeName = "float16"  # of the host rows whose `cpu_flops` and `gather_bps` are measured
@@ -41,12 +41,15 @@ class Effort:
     most_bytes: int = 4 << 30  # of host memory that a figure takes
     link_bytes: tuple[int, int] = (64 << 20, 4 << 10)
     widths: tuple[int, int] = (768, 6144)  # of the layers that are planned
-    models: tuple[tuple[ModelSpec, str], ...] = engine.models(engine.NARROW, engine.DEEP, engine.WIDE)  # and policies
-    decoded: int = 64  # tokens
-    runs: int = 10
+    models: engine.Models  # that are decoded
+    decoding: Pace  # runs of some tokens each
 
 
-FULL = Effort(pace=Pace(seconds=1.5, least=7, most=2000))
+FULL = Effort(
+    pace=Pace(seconds=1.5, least=7, most=2000),
+    models=engine.LARGE,
+    decoding=Pace(seconds=3.5, least=3, most=100),
+)
 QUICK = Effort(
     pace=Pace(seconds=0.1, least=3, most=200),
     hidden=1024,
@@ -56,11 +59,8 @@ QUICK = Effort(
     chunk_bytes=8 << 20,
     most_bytes=128 << 20,
     link_bytes=(16 << 20, 4 << 10),
-    models=engine.models(
-        engine.NARROW, replace(engine.NARROW, layers=8), replace(engine.WIDE, hidden=256, ffn=768, layers=2)
-    ),
-    decoded=32,
-    runs=2,
+    models=engine.SMALL,
+    decoding=Pace(seconds=0.2, least=1, most=3),
 )
 
 
@@ -95,14 +95,7 @@ def profile_machine(threads: int | None, effort: Effort, date: str, progress: Pr
         balance_s=LEAST_S,
         **figures,
     )
-    narrow, deep, wide, moving, balancing = engine.samples(count, effort.models, effort.decoded, effort.runs)
-    hardware = replace(hardware, programs=engine.program_lines(narrow, wide), call_s=narrow.cold_s)
-    layer_s, token_s = engine.own_work(narrow, deep, hardware)
-    hardware = replace(hardware, layer_s=layer_s, token_s=token_s)
-    hardware = replace(hardware, plan_s=engine.planning_s(moving, hardware, "plan_s"))
-    hardware = replace(hardware, balance_s=engine.planning_s(balancing, hardware, "balance_s"))
-    steps.next()
-    return hardware
+    return engine.with_engine_figures(hardware, effort.models, count, effort.decoding, steps.next)
 
 
 class _Steps:

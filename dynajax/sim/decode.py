@@ -11,66 +11,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dynajax.config import NeuronPolicy, PolicyConfig
 from dynajax.plan import LayerPlan, Placement
 from dynajax.policy.costs import LOW_S, CostEstimator, CostName, Costs
 from dynajax.policy.planner import NeuronPlanner
 from dynajax.sim.activity import Activity, Run
 from dynajax.sim.events import Process, Signal, Simulation, Work
-from dynajax.sim.hardware import Hardware
+from dynajax.sim.hardware import PROGRAMS, Hardware
+from dynajax.sim.records import Load, System, Tally
 
 PATIENCE, SHORTEST_WAIT_S, KEPT = 0.25, 1e-4, 0.9  # as engine/planned.py waits for plans
+UPDATE = "update"
 PIECE_UNITS = 64  # the engine sends at most so many at a time
 Bools = npt.NDArray[np.bool_]
 OnPlan = Callable[[int, LayerPlan], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Bytes of a model as one token meets them; of neurons, of one."""
-
-    name: str
-    layers: int
-    neurons: int  # F of the model
-    unit: float  # on the device
-    host_unit: float
-    dtype: str  # of the host's rows
-    parts: int  # rows of a neuron
-    attention: float  # a layer, beside its neurons
-    kv_token: float  # a layer, a token of context
-    head: float
-    score: float  # predictors of a layer that a token asks
-    scores: int  # programs that ask them
-
-    def prefix(self, tokens: int, *, bucketed: bool) -> int:
-        """Tokens of context that attention reads: those there are, or the engine's buckets 256, 512, ..."""
-        size = 256
-        while bucketed and size < tokens:
-            size *= 2
-        return size if bucketed else tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class System:
-    """How a system decides and computes. What differs in speed stands in `Hardware.systems`."""
-
-    name: str
-    policy: NeuronPolicy
-    config: PolicyConfig
-    skips: bool = True  # neurons that score below their threshold are left out
-    device_reads: Literal["rows", "slots"] = "slots"  # only those of the pool that reach it, or all of it
-    rows_s: float = 0.0  # of the device, a layer: what reading only some rows costs whatever their number
-    gate_first: bool = True  # the host reads up and down only where the gate is not zero
-    waits: bool = False  # a layer waits for its plan however long that takes
-    merges: int = 1  # hand-overs between the two sides in a layer
-    bucketed: bool = True  # see Load.prefix
-    one_pool: bool = True  # the threads that gather are those that compute
-    copies: Literal["blocks", "units"] = "blocks"  # gathered and sent together, or each neuron by a copy of its own
 
 
 @dataclass(slots=True, eq=False)
@@ -119,40 +77,6 @@ class _Answer:
 
     signal: Signal = field(default_factory=Signal)
     plan: LayerPlan | None = None
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over decoded tokens and layers; neurons of the activity, not of the model."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    live: int = 0
-    hot_live: int = 0
-    wanted: int = 0  # that reach theta, wherever they are
-    on_device: int = 0  # computed there
-    on_host: int = 0
-    missed: int = 0  # live and not computed
-    migrated: int = 0
-    late: int = 0
-    hot_s: float = 0.0
-    cold_s: float = 0.0
-    token_s: list[float] = field(default_factory=list)
-    busy_s: dict[str, float] = field(default_factory=dict)  # by lane
-
-    def figures(self) -> dict[str, float]:
-        """What a run of the engine reports, by the same names."""
-        computed = max(1, self.on_device + self.on_host)
-        return {
-            "decode_tok_s": self.tokens / self.seconds,
-            "hot_share": self.hot_live / max(1, self.live),
-            "computed_hot_share": self.on_device / computed,
-            "cold_share": self.cold_s / max(1e-30, self.hot_s + self.cold_s),
-            "computed_per_live": computed / max(1, self.live),
-            "recall": 1 - self.missed / max(1, self.live),
-            "migrated_per_token": self.migrated / self.tokens,
-            "late_plans": self.late,
-        } | {f"busy_{lane}": seconds / self.seconds for lane, seconds in sorted(self.busy_s.items())}
 
 
 def first_costs(load: Load, hardware: Hardware, system: System, stride: int) -> Costs:
@@ -219,6 +143,7 @@ class _Decoding:
         self._rate = hardware.host_rate(load.dtype)
         self._resident = np.zeros(activity.shape, np.bool_)  # as of the layer's last run
         self._own = {"cores": 1.0, "interpreter": 1.0}
+        self._programs = {kind: hardware.program(kind) for kind in (*PROGRAMS, UPDATE)}
 
     # --- the main thread ---
 
@@ -244,7 +169,7 @@ class _Decoding:
         yield self._python("main", hardware.layer_s + hardware.dispatch_s * (2 + load.scores))
         known = attend = self._device("attend", load.attention + context * load.kv_token)
         for _ in range(load.scores):
-            known = self._device("score", load.score / load.scores)
+            known = self._device("rank" if load.ranks else "score", load.score / load.scores)
         plan = None
         if self._moves:
             self._request(run, token, (layer + self._lead) % load.layers, known)
@@ -410,7 +335,7 @@ class _Decoding:
             self._saw("t_trans_s", units, max(0.0, link.seconds - costs.t0_s))
         if not alone:  # else they went straight to their slots
             yield self._python("scheduler", pieces * hardware.dispatch_s)
-            self._device("update", 2 * count * self.load.unit, (pieces - 1) * hardware.launch_s)
+            self._device(UPDATE, 2 * count * self.load.unit, (pieces - 1) * hardware.launch_s)
 
     def _saw(self, name: CostName, quantity: float, seconds: float) -> None:
         if self.learns:
@@ -420,9 +345,10 @@ class _Decoding:
 
     def _device(self, kind: str, size: float, fixed_s: float = 0.0) -> Work:
         """A program that reads `size` bytes."""
-        program = self.hardware.program(kind)
-        asks = {"memory": program.bps, "cores": float(self.hardware.cores)} if self.hardware.shared else {}
-        return self.simulation.give("device", kind, program.fixed_s + fixed_s, size / program.bps, asks)
+        seconds, asks = self._programs[kind].at(size), {}
+        if self.hardware.shared:
+            asks = {"memory": size / seconds, "cores": float(self.hardware.cores)}
+        return self.simulation.give("device", kind, fixed_s, seconds, asks)
 
     def _python(self, lane: str, seconds: float) -> Work:
         return self.simulation.give(lane, "python", 0.0, seconds, self._own)

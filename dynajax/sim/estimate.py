@@ -21,9 +21,10 @@ from dynajax.plan import Placement
 from dynajax.policy.guard import LOSS
 from dynajax.sim.activity import F32, Activity
 from dynajax.sim.compare import GATE_QUALITY
-from dynajax.sim.decode import Load, System, Tally, decode
-from dynajax.sim.hardware import Hardware, Program
+from dynajax.sim.decode import decode
+from dynajax.sim.hardware import Hardware
 from dynajax.sim.models import Weights
+from dynajax.sim.records import Load, System, Tally
 from dynajax.sim.synthetic import RECIPES, Recipe, Sample, Scoring, draw, mlp_quality
 from dynajax.sim.systems import bound_s
 
@@ -182,7 +183,10 @@ def bound_of(usual: Tally, free: Tally, hardware: Hardware, host_dtype: str) -> 
 
 def without_fixed(hardware: Hardware) -> Hardware:
     """The machine on which only bytes take time."""
-    programs = {kind: Program(fixed_s=NOTHING_S, bps=program.bps) for kind, program in hardware.programs.items()}
+    programs = {
+        kind: replace(program, seconds=tuple(seconds - program.fixed_s + NOTHING_S for seconds in program.seconds))
+        for kind, program in hardware.programs.items()
+    }
     return replace(hardware, programs=programs, **dict.fromkeys(FIXED, NOTHING_S))
 
 
@@ -255,7 +259,7 @@ def _resident(running: Running, hardware: Hardware) -> Estimate:
     read_s, fixed_s = 0.0, hardware.token_s + hardware.dispatch_s
     for kind, size in sizes.items():
         program, count = hardware.program(kind), 1 if kind == "head" else layers
-        read_s += count * size / program.bps
+        read_s += count * (program.at(size) - program.fixed_s)
         fixed_s += count * program.fixed_s
     speed = 1 / (read_s + fixed_s)
     return Estimate(
@@ -269,7 +273,7 @@ def _resident(running: Running, hardware: Hardware) -> Estimate:
 def _prefill_tok_s(running: Running, hardware: Hardware) -> float:
     """Of a prompt of PREFILL tokens, or as many as the cache holds: layers one after the other, both sides at once.
 
-    The cold part is computed on the host, or sent and computed on the device, whichever is faster.
+    The cold part is computed on the host: nothing is sent for a prompt.
     """
     spec, load, tokens = running.spec, running.load, min(PREFILL, running.ctx)
     chunks = math.ceil(tokens / running.chunk)
@@ -286,7 +290,6 @@ def _prefill_tok_s(running: Running, hardware: Hardware) -> float:
         if cold:
             size = cold * load.host_unit
             host_s = max(size / hardware.host_rate(load.dtype), 2 * cold * of_unit * tokens / hardware.cpu_flops)
-            host_s = max(seconds, host_s + hardware.call_s + hardware.sync_s)
-            seconds = min(host_s, max(device_s(spec.ffn), size / hardware.link_bps + hardware.t0_s))
+            seconds = max(seconds, host_s + hardware.call_s + hardware.sync_s)
         total += layers * (fixed + seconds)
     return tokens / total

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,46 @@ _MOST_BYTES = 2**20  # of a file
 _COUNTS = ("device_bytes", "reserved_bytes", "cores")
 
 
-PROGRAMS = ("attend", "score", "hot", "head")
+PROGRAMS = ("attend", "score", "rank", "hot", "head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a kind of program takes: fixed_s, and its bytes at bps."""
+    """What a kind of program takes: seconds at some sizes in bytes, straight lines between them and behind the last.
 
-    fixed_s: float
-    bps: float
+    Example: sizes (0, 100), seconds (1, 3): 2 s for 50 bytes, 5 s for 200.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            _check(entry.name, getattr(self, entry.name), whole=False)
+        if not (isinstance(self.sizes, Sequence) and isinstance(self.seconds, Sequence)):
+            raise UsageError("a program has lists of sizes and seconds")
+        if not len(self.sizes) == len(self.seconds) >= 2:
+            raise UsageError("a program needs two points or more, as many sizes as seconds")
+        for value in self.seconds:
+            _check("seconds", value, whole=False)
+        steps = [b - a for a, b in pairwise(self.sizes)], [b - a for a, b in pairwise(self.seconds)]
+        if not (self.sizes[0] >= 0 and min(steps[0]) > 0 and min(steps[1]) >= 0):
+            raise UsageError("a program's sizes must rise from 0 or more, and its seconds must not fall")
+
+    @classmethod
+    def plain(cls, fixed_s: float, bps: float) -> Program:
+        """A fixed time, and bytes at a rate."""
+        return cls(sizes=(0.0, bps), seconds=(fixed_s, fixed_s + 1.0))
+
+    @property
+    def fixed_s(self) -> float:
+        """At the first size."""
+        return self.seconds[0]
+
+    def at(self, size: float) -> float:
+        """Seconds for so many bytes."""
+        last = max(1, min(bisect_right(self.sizes, size), len(self.sizes) - 1))
+        first = last - 1
+        share = (size - self.sizes[first]) / (self.sizes[last] - self.sizes[first])
+        return self.seconds[first] + max(0.0, share) * (self.seconds[last] - self.seconds[first])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +125,7 @@ class Hardware:
 
     def program(self, kind: str) -> Program:
         """What a program of a kind takes, measured or by the device's figures."""
-        return self.programs.get(kind) or Program(fixed_s=self.launch_s, bps=self.device_bps)
+        return self.programs.get(kind) or Program.plain(self.launch_s, self.device_bps)
 
     def for_system(self, name: str) -> Hardware:
         """The same machine as another system uses it: other kernels, other hand-overs."""
@@ -152,7 +181,10 @@ def parse_hardware(text: str, where: str) -> Hardware:
     if unknown := sorted(set(values) - known):
         raise UsageError(f"{where} has figures that are not known: {', '.join(unknown)}")
     try:
-        programs = {name: Program(**figures) for name, figures in values.pop("programs", {}).items()}
+        programs = {
+            kind: Program(**{name: tuple(points) for name, points in figures.items()})
+            for kind, figures in values.pop("programs", {}).items()
+        }
         return Hardware(**values, programs=programs)
     except (TypeError, AttributeError) as error:
         missing = sorted(known - set(values) - {"source", "shared", "reserved_bytes", "programs", "systems"})

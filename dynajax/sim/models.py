@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dynajax.budget import dense_bytes, kv_bytes, unit_bytes
 from dynajax.config import DTYPE_BYTES, Activation, ModelSpec
 from dynajax.errors import UsageError
-from dynajax.sim.decode import Load
+from dynajax.sim.records import Load
 
 # A weight, in bytes; int4 in groups of 32 with a 16-bit scale.
 WEIGHT_BYTES: Mapping[str, float] = {**DTYPE_BYTES, "int4": 4.5 / 8}

@@ -12,9 +12,9 @@ from dynajax.config import PolicyConfig
 from dynajax.plan import Placement
 from dynajax.policy.placement import place_equal, place_static
 from dynajax.sim.activity import F32, Activity
-from dynajax.sim.decode import Load, System
 from dynajax.sim.hardware import Hardware
 from dynajax.sim.models import Weights
+from dynajax.sim.records import Load, System
 
 # Deja Vu's kind, by the bytes that PowerInfer's own logs leave for them (its issues 120 and 159): share of all weights.
 MLP_SHARE: Mapping[int, float] = {80: 0.087}  # by layers

@@ -21,10 +21,11 @@ from dynajax.config import (
 from dynajax.errors import FitError, UsageError
 from dynajax.sim.activity import Activity
 from dynajax.sim.compare import GATE_QUALITY, LEAST_CONTEXT, drawn
-from dynajax.sim.decode import System, decode
+from dynajax.sim.decode import decode
 from dynajax.sim.hardware import Hardware
 from dynajax.sim.models import Weights
 from dynajax.sim.published import PROMPT
+from dynajax.sim.records import System
 from dynajax.sim.synthetic import Recipe, Scoring
 from dynajax.sim.systems import bound_s, gate_bytes, place
 

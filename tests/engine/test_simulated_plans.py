@@ -9,9 +9,10 @@ from dynajax.config import PolicyConfig
 from dynajax.plan import Placement
 from dynajax.policy.costs import Costs
 from dynajax.sim.activity import from_trace
-from dynajax.sim.decode import System, decode
+from dynajax.sim.decode import decode
 from dynajax.sim.hardware import load_hardware
 from dynajax.sim.models import Weights
+from dynajax.sim.records import System
 from dynajax.trace import Recorder, read_trace
 from tests.engine.cases import PROMPT, SPECS
 from tests.engine.planned_cases import FORCED, MOVING, opened, watch_plans

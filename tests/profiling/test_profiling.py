@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from dynajax.errors import UsageError
-from dynajax.profiling import QUICK, Line, Pace, device, engine_overhead, host, machine, overhead, own_work
-from dynajax.profiling.device import Launch
+from dynajax.profiling import QUICK, device, engine, host, machine, overhead
+from dynajax.profiling.pace import Line, Pace
+from dynajax.sim.hardware import Program
 from hostcompute import NumpyPool, open_pool
+from tests.sim import cases
 
 PACE = Pace(seconds=0.0, least=3, most=3)
 RATE = (1e4, 1e13)  # bytes or operations a second
@@ -119,16 +121,46 @@ def test_a_line_goes_through_its_points():
     assert Line.through((1.0, 5.0), (3.0, 9.0)) == Line(slope=2.0, intercept=3.0)
 
 
-def test_what_the_engine_takes():
-    line = engine_overhead(2, (1, 3), 6, 2)
-    assert_within(line.slope, (-1.0, 1.0))
-    assert_within(line.intercept, (-1.0, 1.0))
+FEW = Pace(seconds=0.0, least=1, most=1)
 
 
-def test_own_work_is_what_programs_and_kernels_leave():
-    started = Launch(ready_s=10e-6, dispatch_s=5e-6, sync_s=2e-6)
-    assert own_work(Line(slope=100e-6, intercept=90e-6), started, 3e-6) == pytest.approx((50e-6, 60e-6))
-    assert own_work(Line(slope=1e-6, intercept=-1.0), started, 3e-6) == (1e-7, 1e-7)
+@pytest.fixture(scope="module")
+def seen() -> engine.Sample:
+    return engine.sample(engine.NARROW, "static", 1, FEW)
+
+
+def test_what_an_engine_shows(seen):
+    assert_within(seen.token_s, SPAN_S)
+    assert seen.activity.shape == (engine.NARROW.layers, engine.NARROW.ffn)
+    load = engine.load_of(seen.prepared)
+    assert (load.layers, load.neurons, load.scores, load.dtype) == (4, 192, 1, "float32")
+    assert load.unit == load.host_unit == 3 * 64 * 4
+
+
+def test_the_engines_figures_are_those_that_explain_its_times(seen):
+    """A machine's own samples, simulated, give the machine back."""
+    truth = replace(
+        cases.machine(), cpu_bps={"float32": 1e9}, device_bps=1e9, host_bps=1e10, layer_s=1e-4, token_s=2e-4
+    )
+    programs = {"hot": Program(fixed_s=truth.launch_s, bps=3e7)}
+
+    def timed(hardware, layers: int = 4):
+        few = replace(seen.activity, frequency=seen.activity.frequency[:layers],
+                      runs=tuple(replace(run, live=run.live[:, :layers], skip=run.skip[:, :layers],
+                                         placed=run.placed[:, :layers]) for run in seen.activity.runs))  # fmt: skip
+        spec, buckets = replace(seen.prepared.spec, layers=layers), seen.prepared.placement.buckets[:layers]
+        placement = replace(seen.prepared.placement, buckets=buckets)
+        prepared = replace(seen.prepared, spec=spec, placement=placement)
+        return engine.Sample(prepared=prepared, activity=few, token_s=engine.simulated_s(prepared, few, hardware))
+
+    assert engine.own_work(timed(truth, 2), timed(truth), truth) == pytest.approx((1e-4, 2e-4), rel=1e-6)
+    found = engine.with_rate(truth, "hot", timed(replace(truth, programs=programs)))
+    assert found.programs["hot"].bps == pytest.approx(3e7, rel=1e-3)
+    assert engine.own_work(timed(truth, 2), timed(truth, 2 + 2), replace(truth, sync_s=1.0)) == (1e-7, 1e-7)
+
+
+def test_the_faster_quartile():
+    assert engine.quick_s([[4.0, 3.0], [1.0, 2.0, 5.0]]) == 2.0
 
 
 def test_a_machine_has_a_name(tmp_path):

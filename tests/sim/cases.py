@@ -7,8 +7,8 @@ import numpy as np
 from dynajax.config import PolicyConfig
 from dynajax.plan import Placement
 from dynajax.sim.activity import Activity, Run
-from dynajax.sim.decode import Load, System
 from dynajax.sim.hardware import Hardware
+from dynajax.sim.records import Load, System
 
 LAYERS, NEURONS = 2, 8
 TINY = 1e-12  # seconds: nothing

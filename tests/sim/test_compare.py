@@ -67,7 +67,7 @@ def test_powerinfers_flaws():
 
 
 def test_the_bound_splits_live_neurons_so_that_both_sides_end_together():
-    """6 live neurons a layer of 3 bytes, the device 10 times as fast: 6 x 10/11 would be hot, so 6 are, or 2 if 2 fit."""
+    """6 live neurons a layer of 3 bytes, the device 10 times as fast: 6 x 10/11 would be hot, so 6 are, 2 if 2 fit."""
     live = np.zeros((1, LAYERS, NEURONS), np.bool_)
     live[:, :, :6] = True
     rest = (2 * 20 + 50) / 100

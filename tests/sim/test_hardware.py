@@ -19,12 +19,18 @@ def test_shipped_machines(name):
 
 
 def test_a_file_is_read_back(tmp_path):
-    programs = {"attend": Program(fixed_s=1e-6, bps=2e9)}
+    programs = {"attend": Program(sizes=(0.0, 100.0, 300.0), seconds=(1.0, 3.0, 4.0))}
     hardware = machine(programs=programs, systems={"powerinfer": {"sync_s": 1.0}})
     (tmp_path / "here.json").write_text(json.dumps(hardware.to_json()))
     assert load_hardware(str(tmp_path / "here.json")) == hardware
     assert hardware.program("attend") == programs["attend"]
-    assert hardware.program("hot") == Program(fixed_s=hardware.launch_s, bps=hardware.device_bps)
+    assert hardware.program("hot") == Program.plain(hardware.launch_s, hardware.device_bps)
+
+
+def test_programs_take_what_lies_between_their_points():
+    program = Program(sizes=(10.0, 110.0, 310.0), seconds=(1.0, 3.0, 4.0))
+    assert [program.at(size) for size in (0, 10, 60, 110, 210, 310, 510)] == [1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
+    assert Program.plain(2.0, 50.0).at(100) == 4.0
 
 
 @pytest.mark.parametrize(
@@ -39,8 +45,12 @@ def test_a_file_is_read_back(tmp_path):
         ({"cpu_bps": {}}, "at least one type"),
         ({"cpu_bps": {"float32": -1}}, "cpu_bps of float32"),
         ({"systems": {"x": {"speed": 1}}}, "known figures"),
-        ({"programs": {"tail": {"fixed_s": 1.0, "bps": 1.0}}}, "attend, score, hot, head"),
-        ({"programs": {"hot": {"fixed_s": 1.0}}}, "lacks figures"),
+        ({"programs": {"tail": {"sizes": [0, 1], "seconds": [1, 1]}}}, "attend, score, rank, hot, head"),
+        ({"programs": {"hot": {"sizes": [0, 1]}}}, "lacks figures"),
+        ({"programs": {"hot": {"sizes": [0, 1], "seconds": [2, 1]}}}, "must not fall"),
+        ({"programs": {"hot": {"sizes": [1, 1], "seconds": [2, 2]}}}, "must rise"),
+        ({"programs": {"hot": {"sizes": [1], "seconds": [2]}}}, "two points"),
+        ({"programs": {"hot": {"sizes": [0, 1], "seconds": [0, 2]}}}, "seconds must be"),
         ({"programs": 3}, "lacks figures"),
         ({"speed": 1.0}, "not known: speed"),
         ({"t0_s": None}, "lacks figures: t0_s"),
