@@ -73,6 +73,7 @@ def measure(
                 times[policy] += found if round_ else []  # the first compiles
         for policy, engine in engines.items():
             quick, median, slow = np.percentile(times[policy], [25, 50, 75])
+            assert engine._parts is not None, "the engine is open"
             speed = 1 / simulated_s(engine._parts.prepared, activity, hardware)
             yield Point(model=model, share=share, policy=policy, median=1 / median, low=1 / slow, high=1 / quick,
                         simulated=speed)  # fmt: skip

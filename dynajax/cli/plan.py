@@ -119,17 +119,14 @@ def _running(prepared: Prepared) -> Running:
 
 def _asked(prepared: Prepared) -> Asked:
     """The predictors that are there, as far as they take time and can be wrong."""
-    from dynajax.config import DTYPE_BYTES
     from dynajax.sim.estimate import Asked
-    from predictors.forms import Shape, form_bytes
 
     spec, strategy, prediction = prepared.spec, prepared.strategy, prepared.prediction
-    shape, entries = Shape.of(spec), prediction.entries
-    read = sum(form_bytes(shape, entry.form, DTYPE_BYTES[prediction.dtype]) for entry in entries.values())
+    entries = prediction.entries
     skipping = [prediction.skipping(layer) for layer in range(spec.layers)] if strategy.skips else []
     placing = [place for place in entries if place[0] == prediction.lead] if strategy.places else []
     return Asked(
-        read=read / spec.layers,
+        read=prediction.read_bytes(spec) / spec.layers,
         programs=round(len(entries) / spec.layers),
         skip_bits=tuple(entries[place].form.bits for place in skipping if place is not None),
         place_bits=tuple(entries[place].form.bits for place in placing),

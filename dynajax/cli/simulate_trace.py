@@ -64,7 +64,7 @@ def show_trace(
     policies = policies_of(engine.policy)
     config = config_of(engine)
     draw = None if plot is None else drawing(plot)
-    hardware = load_hardware(machine).for_system("engine")
+    hardware = load_hardware(machine)
     traced = open_trace(trace, engine.model, offline=config.offline)
     settings = sweep_of(constants_of(engine.set or (), config.knobs, traced.constants), sweep)
     setup = setup_of(traced, hardware, engine, config)

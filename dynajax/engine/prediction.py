@@ -42,6 +42,11 @@ class Prediction:
         """What the program has to know that scores this place."""
         return Scoring(form=self.entries[place].form, dtype=self.dtype, density=self.density)
 
+    def read_bytes(self, spec: ModelSpec) -> int:
+        """On the device, that a token reads: copies that several programs ask are read by each."""
+        shape, size = Shape.of(spec), DTYPES[self.dtype].itemsize
+        return sum(form_bytes(shape, entry.form, size) for entry in self.entries.values())
+
     def skipping(self, layer: int) -> Place | None:
         """Which scores decide what the layer skips: those of skip_lead, else of lead 0, else of lead."""
         places = [(lead, layer) for lead in dict.fromkeys((self.skip_lead, 0, self.lead))]

@@ -28,7 +28,8 @@ from dynajax.sim.activity import Activity, from_trace
 from dynajax.sim.decode import decode
 from dynajax.sim.hardware import Hardware, Program
 from dynajax.sim.models import Weights
-from dynajax.sim.records import Load, System
+from dynajax.sim.records import Load
+from dynajax.sim.systems import engine_system
 from dynajax.testing import make_checkpoint
 from dynajax.trace import Recorder, read_trace
 
@@ -38,6 +39,7 @@ TOKENS, TRACED = 64, 32  # decoded in a run, recorded
 QUICK_PERCENT = 25
 LEAST_S, MOST_PLAN_S = 1e-7, 1e-2  # bounds of a figure
 MOST_PROGRAM_S = 1.0
+MOST_GAIN = 4  # times device_bps that a program may read: what is measured as more is noise
 HALVINGS = 18  # of the range that it is looked for in
 TEXT_MODEL = "tiny-relullama"  # whose tokenizer the models have: text is made while decoding
 VOCAB = 8192  # of that
@@ -123,17 +125,17 @@ def load_of(prepared: Prepared) -> Load:
     """The bytes that a token meets in an engine's model."""
     prediction, dtype = prepared.prediction, prepared.programs.shapes.dtype
     weights = Weights(spec=prepared.spec, dtype=dtype, host_dtype=prepared.host_dtype, kv_dtype=dtype)
-    places, layers = prediction.entries, prepared.spec.layers
-    copies = max(1, len({layer for _, layer in places}))  # a layer's predictors of all leads share one
-    scores = round(len(places) / layers)
-    load = weights.load(prepared.model, prediction.bytes / copies * scores, scores)
-    return replace(load, ranks=prediction.density is not None)
+    layers = prepared.spec.layers
+    load = weights.load(prediction.read_bytes(prepared.spec) / layers, round(len(prediction.entries) / layers))
+    return replace(load, ranks=prediction.density is not None, piece=max(1, prepared.staged))
 
 
 def simulated_s(prepared: Prepared, activity: Activity, hardware: Hardware) -> float:
     """Seconds of a token of what that engine would do on a machine."""
     knobs = knobs_of(prepared.strategy.knobs, prepared.prediction)
-    system = System(name="engine", policy=prepared.strategy.policy, config=knobs, skips=prepared.strategy.skips)
+    strategy = prepared.strategy
+    dense = strategy.sparsity == "dense"
+    system = engine_system(strategy.policy, knobs, prepared.spec.activation, skips=strategy.skips, dense=dense)
     tally = decode(load_of(prepared), hardware, system, activity, prepared.placement)
     return tally.seconds / tally.tokens
 
@@ -174,7 +176,7 @@ def with_engine_figures(
     for kind, pair in (("attend", models.attention), ("hot", models.neurons), ("head", (models.vocabulary,))):
         hardware = with_curve(hardware, kind, narrow, [watched(spec) for spec in pair])
     sizes, seconds = hardware.program("hot").sizes[-2:], hardware.program("hot").seconds[-2:]
-    bps = (sizes[1] - sizes[0]) / max(LEAST_S, seconds[1] - seconds[0])
+    bps = (sizes[1] - sizes[0]) / (seconds[1] - seconds[0])
     hardware = with_program(hardware, "score", Program.plain(hardware.launch_s, bps))
     hardware = with_curve(hardware, "rank", narrow, [watched(models.ranked)])
     for figure, policy in (("plan_s", "lru"), ("balance_s", "dynamic")):
@@ -206,7 +208,8 @@ def with_curve(hardware: Hardware, kind: str, narrow: Sample, larger: Sequence[S
     sizes, seconds = [size], [hardware.launch_s + size / hardware.device_bps]
     for seen in larger:
         sizes.append(bytes_of(kind, seen))
-        seconds.append(max(seconds[-1], _alone_s(hardware, kind, seen)))
+        least_s = (sizes[-1] - sizes[-2]) / (MOST_GAIN * hardware.device_bps)
+        seconds.append(max(seconds[-1] + least_s, _alone_s(hardware, kind, seen)))
     return with_program(hardware, kind, Program(sizes=tuple(sizes), seconds=tuple(seconds)))
 
 

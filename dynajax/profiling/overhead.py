@@ -16,11 +16,6 @@ from dynajax.profiling.pace import Line, Pace
 LAYERS = 4  # planned in turn
 SETTLE = 16  # tokens after which hardly anything moves
 UNIT_BYTES = 3 * 4096 * 2  # of a plan's costs
-CTX = 256
-PROMPT = (1, 2, 3)
-LAYER_PROGRAMS = 3  # attend, score, hot
-TOKEN_PROGRAMS = 2  # embed, head
-LEAST_S = 1e-7  # of what is left after a subtraction
 
 
 def plan_s(units: int, pace: Pace) -> float:

@@ -134,7 +134,7 @@ def _run(job: Job, design: Design) -> Outcome:
         place_rho = rho * recipe.cosine**system.config.lead
     pool = pool_bytes(weights, hardware, job.context, predictors)
     activity = drawn(recipe, Scoring(place_rho=place_rho, skip_rho=rho), job.prompt, job.tokens)
-    load = weights.load(job.model, programs * predictors / weights.spec.layers, programs)
+    load = weights.load(programs * predictors / weights.spec.layers, programs)
     placement = place(weights, activity, pool, design.placement)
     tally = decode(load, hardware, system, activity, placement)
     held = placement.resident * activity.stride * weights.unit
@@ -155,7 +155,7 @@ def _bound(job: Job) -> Outcome:
     activity = drawn(job.recipe, Scoring(place_rho=rho, skip_rho=rho), job.prompt, job.tokens)
     pool = pool_bytes(weights, hardware, job.context, 0.0)
     slots = place(weights, activity, pool, "equal").slots
-    load = weights.load(job.model, 0.0, 0)
+    load = weights.load(0.0, 0)
     return Outcome(tok_s=1 / bound_s(load, hardware, activity, slots), pool_share=pool / weights.neurons)
 
 
@@ -165,7 +165,7 @@ def quality(recipe: Recipe) -> tuple[float, float]:
     return mlp_quality(recipe)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=6)
 def drawn(recipe: Recipe, scoring: Scoring, prompt: int, tokens: int) -> Activity:
     """The activity of a job: every system meets the same text."""
     stride = max(1, round(recipe.ffn / WIDTH))

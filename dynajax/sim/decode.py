@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.config import PolicyConfig
 from dynajax.plan import LayerPlan, Placement
 from dynajax.policy.costs import LOW_S, CostEstimator, CostName, Costs
 from dynajax.policy.planner import NeuronPlanner
@@ -26,7 +27,7 @@ from dynajax.sim.records import Load, System, Tally
 
 PATIENCE, SHORTEST_WAIT_S, KEPT = 0.25, 1e-4, 0.9  # as engine/planned.py waits for plans
 UPDATE = "update"
-PIECE_UNITS = 64  # the engine sends at most so many at a time
+MOST_BACKLOG = 4  # tasks a layer that may wait for the scheduler after a token, as in the engine
 Bools = npt.NDArray[np.bool_]
 OnPlan = Callable[[int, LayerPlan], None]
 
@@ -113,6 +114,13 @@ def decode(
     return simulated.tally
 
 
+def drawn_config(config: PolicyConfig, stride: int) -> PolicyConfig:
+    """The constants for neurons that stand for `stride` each."""
+    if config.window_units is None or stride == 1:
+        return config
+    return replace(config, window_units=config.window_units // stride)
+
+
 class _Decoding:
     """The processes of `decode`, and what they share."""
 
@@ -128,7 +136,8 @@ class _Decoding:
         self.load, self.hardware, self.system, self.activity = load, hardware, system, activity
         capacity = {"memory": hardware.host_bps, "cores": float(hardware.cores), "interpreter": 1.0}
         self.simulation = Simulation(capacity)
-        self.planner = NeuronPlanner(placement, activity.frequency, system.policy, system.config, activity.mass)
+        config = drawn_config(system.config, activity.stride)
+        self.planner = NeuronPlanner(placement, activity.frequency, system.policy, config, activity.mass)
         known = costs or first_costs(load, hardware, system, activity.stride)
         self.estimator, self.learns = CostEstimator(known, system.config.safety), costs is None
         self.tally, self.on_plan = Tally(), None
@@ -136,8 +145,9 @@ class _Decoding:
         self._lead = min(system.config.lead, load.layers - 1)
         self._theta = int(np.rint(system.config.theta * 255))
         self._inbox: deque[Process] = deque()
-        self._news, self._closed = Signal(), False
+        self._news, self._progress, self._closed = Signal(), Signal(), False
         self._asked: list[_Answer | None] = [None] * load.layers  # the newest, until it was used
+        self._newest = list(self._asked)
         self._layer_s = 0.0
         self._token = _Token()
         self._rate = hardware.host_rate(load.dtype)
@@ -151,6 +161,7 @@ class _Decoding:
         """Every token of every run."""
         for run in self.activity.runs:
             self._tell(self._start(run))
+            yield from self._settle(0)
             self._asked = [None] * self.load.layers
             for token in range(run.tokens):
                 begin, self._token = self.simulation.now, _Token()
@@ -159,6 +170,7 @@ class _Decoding:
                     yield from self._layer(run, token, layer)
                 yield self._device("head", self.load.head)
                 self._end_token(self.simulation.now - begin)
+                yield from self._settle(MOST_BACKLOG * self.load.layers)
         self._closed = True
         self.simulation.tell(self._news)
 
@@ -191,19 +203,16 @@ class _Decoding:
         bucket = self.planner.bucket(layer)
         resident[bucket] = True
         if not self.system.skips or run.skip is None:
-            wanted = np.ones_like(live)
             there, here = resident.copy(), ~resident
         else:
             scores = run.skip[token, layer]
             theta_g = theta_c = np.uint8(self._theta)
             if plan is not None and plan.theta == theta_g:
                 theta_g, theta_c = plan.theta_g, plan.theta_c
-            wanted = scores >= self._theta
             there, here = resident & (scores >= theta_g), ~resident & (scores >= theta_c)
         tally = self.tally
         tally.live += int(np.count_nonzero(live))
         tally.hot_live += int(np.count_nonzero(live & resident))
-        tally.wanted += int(np.count_nonzero(wanted))
         return _Layer(layer, len(bucket), live, there, here)
 
     def _hot(self, done: _Layer) -> Work | None:
@@ -262,12 +271,20 @@ class _Decoding:
 
     def scheduler(self) -> Process:
         """What it was told, in that order."""
-        while self._inbox or not self._closed:
+        while not self._closed:
             if self._inbox:
-                yield from self._inbox.popleft()
+                yield from self._inbox[0]
+                self._inbox.popleft()
+                self.simulation.tell(self._progress)
             else:
                 self._news = Signal()
                 yield self._news
+
+    def _settle(self, left: int) -> Process:
+        """Wait until at most `left` tasks are open."""
+        while len(self._inbox) > left:
+            self._progress = Signal()
+            yield self._progress
 
     def _tell(self, task: Process) -> None:
         self._inbox.append(task)
@@ -290,13 +307,15 @@ class _Decoding:
             self.planner.observe(done.layer, done.live & (done.there | done.here))
 
     def _request(self, run: Run, token: int, layer: int, known: Work) -> None:
-        answer = self._asked[layer] = _Answer()
+        answer = self._asked[layer] = self._newest[layer] = _Answer()
         scores = run.place[token, layer] if run.place is not None and run.placed[token, layer] else None
         self._tell(self._plan(layer, scores, known, answer))
 
     def _plan(self, layer: int, scores: npt.NDArray[np.uint8] | None, known: Work, answer: _Answer) -> Process:
         """Swaps and thresholds, and the swaps carried out."""
         hardware = self.hardware
+        if self.learns and self._newest[layer] is not answer:  # nobody needs this one any more
+            return
         yield known
         spent_s = hardware.plan_s + self.load.neurons * hardware.plan_unit_s
         yield self._python("scheduler", spent_s + (hardware.balance_s if self.system.policy == "dynamic" else 0.0))
@@ -315,7 +334,7 @@ class _Decoding:
         hardware, simulation = self.hardware, self.simulation
         count = units * self.activity.stride
         alone = self.system.copies == "units"
-        pieces = count if alone else -(-count // PIECE_UNITS)
+        pieces = count if alone else -(-count // self.load.piece)
         size = count * self.load.host_unit
         if not alone:
             lane = "host" if self.system.one_pool else "gather"

@@ -26,7 +26,7 @@ from dynajax.sim.hardware import Hardware
 from dynajax.sim.models import Weights
 from dynajax.sim.records import Load, System, Tally
 from dynajax.sim.synthetic import RECIPES, Recipe, Sample, Scoring, draw, mlp_quality
-from dynajax.sim.systems import bound_s
+from dynajax.sim.systems import bound_s, engine_system
 
 Bound = Literal["device memory bandwidth", "link", "host memory bandwidth", "compute", "latency"]
 WIDTH, SEQUENCES, PROMPT, TOKENS = 1200, 2, 128, 24  # of what is drawn
@@ -81,7 +81,8 @@ class Running:
 
     @property
     def load(self) -> Load:
-        return self.weights.load("engine", self.asked.read, self.asked.programs)
+        load = self.weights.load(self.asked.read, self.asked.programs)
+        return replace(load, ranks=self.density is not None)
 
     @property
     def prompt(self) -> int:
@@ -90,15 +91,12 @@ class Running:
 
     @property
     def system(self) -> System:
-        return System(
-            name="engine",
-            policy=self.policy,
-            config=self.knobs,
+        return engine_system(
+            self.policy,
+            self.knobs,
+            self.spec.activation,
             skips=self.sparsity == "predicted",
-            device_reads="slots",
-            gate_first=self.spec.activation.has_zeros and self.sparsity != "dense",
-            waits=False,
-            merges=1,
+            dense=self.sparsity == "dense",
         )
 
 

@@ -114,6 +114,7 @@ class Hardware:
         for name, own in self.systems.items():
             if not isinstance(own, Mapping) or set(own) - known:
                 raise UsageError(f"systems must give known figures by name, {name} gives {own!r}")
+            self.for_system(name)
         if self.cores < 1 or self.reserved_bytes >= self.device_bytes:
             raise UsageError("a machine needs a core, and more device memory than is reserved")
 

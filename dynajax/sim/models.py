@@ -102,11 +102,10 @@ class Weights:
         table = 0 if spec.tied else spec.vocab * spec.hidden
         return dense_bytes(spec, "float16") / 2 + table + spec.layers * spec.ffn * spec.ffn_parts * spec.unit_width
 
-    def load(self, name: str, score: float, scores: int) -> Load:
+    def load(self, score: float, scores: int) -> Load:
         """What a token meets; score: bytes of a layer's predictors, scores: programs that ask them."""
         spec = self.spec
         return Load(
-            name=name,
             layers=spec.layers,
             neurons=spec.ffn,
             unit=self.unit,

@@ -85,20 +85,20 @@ def _speeds(row: PublishedRow, outcomes: Mapping[SystemName, Outcome]) -> Iterat
     for name, outcome in outcomes.items():
         published = row.tok_s.get(name)
         yield Cell(table="decode_tok_s", row=row.name, system=name, published=published, simulated=outcome.tok_s)
-    static = max(outcomes["powerinfer"].tok_s, outcomes["powerinfer-repaired"].tok_s)
-    bound = outcomes["bound"].tok_s
-    ours = outcomes["ours"].tok_s
-    for other, speed in (("powerinfer-repaired", static), ("dynamicinfer", outcomes["dynamicinfer"].tok_s)):
-        yield Cell(table="ours_over", row=row.name, system=other, published=None, simulated=ours / speed)
+    bound, ours = outcomes["bound"].tok_s, outcomes["ours"].tok_s
+    for other in MOVING[:-1]:
+        lead = ours / outcomes[other].tok_s
+        yield Cell(table="ours_over", row=row.name, system=other, published=None, simulated=lead)
     for name in MOVING:
         share = outcomes[name].tok_s / bound
         yield Cell(table="share_of_bound", row=row.name, system=name, published=None, simulated=share)
 
 
 def _fast_cpu(row: PublishedRow, job: Job) -> Iterator[Cell]:
-    """The same with a host kernel that reads at FAST_SHARE of the memory's bandwidth."""
-    rate = FAST_SHARE * job.hardware.host_bps
-    fast = replace(job, hardware=replace(job.hardware, cpu_bps=dict.fromkeys(job.hardware.cpu_bps, rate)))
+    """The same with a host kernel that reads at FAST_SHARE of the memory's bandwidth, if that is faster."""
+    limit = FAST_SHARE * job.hardware.host_bps
+    rates = {dtype: max(rate, limit) for dtype, rate in job.hardware.cpu_bps.items()}
+    fast = replace(job, hardware=replace(job.hardware, cpu_bps=rates))
     for name in (*MOVING[1:], "bound"):
         speed = simulate(fast, name).tok_s
         yield Cell(table="decode_tok_s_fast_cpu", row=row.name, system=name, published=None, simulated=speed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PROMPT, NEW = 64, 128
+PROMPT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from dynajax.config import NeuronPolicy, PolicyConfig
 class Load:
     """Bytes of a model as one token meets them; of neurons, of one."""
 
-    name: str
     layers: int
     neurons: int  # F of the model
     unit: float  # on the device
@@ -25,6 +24,7 @@ class Load:
     score: float  # predictors of a layer that a token asks
     scores: int  # programs that ask them
     ranks: bool = False  # those rank the neurons of a token, for none is exactly zero
+    piece: int = 64  # neurons that are sent at a time
 
     def prefix(self, tokens: int, *, bucketed: bool) -> int:
         """Tokens of context that attention reads: those there are, or the engine's buckets 256, 512, ..."""
@@ -38,7 +38,6 @@ class Load:
 class System:
     """How a system decides and computes. What differs in speed stands in `Hardware.systems`."""
 
-    name: str
     policy: NeuronPolicy
     config: PolicyConfig
     skips: bool = True  # neurons that score below their threshold are left out
@@ -60,7 +59,6 @@ class Tally:
     seconds: float = 0.0
     live: int = 0
     hot_live: int = 0
-    wanted: int = 0  # that reach theta, wherever they are
     on_device: int = 0  # computed there
     on_host: int = 0
     missed: int = 0  # live and not computed
@@ -79,7 +77,6 @@ class Tally:
             "hot_share": self.hot_live / max(1, self.live),
             "computed_hot_share": self.on_device / computed,
             "cold_share": self.cold_s / max(1e-30, self.hot_s + self.cold_s),
-            "computed_per_live": computed / max(1, self.live),
             "recall": 1 - self.missed / max(1, self.live),
             "migrated_per_token": self.migrated / self.tokens,
             "late_plans": self.late,

@@ -38,10 +38,3 @@ def llama_cpp_s(weights: Weights, hardware: Hardware, context: int) -> float:
     layer = weights.attention + spec.ffn * weights.unit + cache
     device = fits * (layer / hardware.device_bps + hardware.layer_s) + weights.head / hardware.device_bps
     return device + (spec.layers - fits) * layer / min(hardware.host_rate(weights.host_dtype), hardware.host_bps)
-
-
-def llama_cpp_host_bytes(weights: Weights, hardware: Hardware, context: int) -> float:
-    """Bytes of the layers that stay on the host, and of the embeddings."""
-    spec, fits = weights.spec, _layers_that_fit(weights, hardware, context)
-    layer = weights.attention + spec.ffn * weights.unit
-    return (spec.layers - fits) * layer + (0 if spec.tied else weights.head)

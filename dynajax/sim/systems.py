@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from dynajax.config import PolicyConfig
+from dynajax.config import Activation, NeuronPolicy, PolicyConfig
 from dynajax.plan import Placement
 from dynajax.policy.placement import place_equal, place_static
 from dynajax.sim.activity import F32, Activity
@@ -21,7 +21,6 @@ MLP_SHARE: Mapping[int, float] = {80: 0.087}  # by layers
 MLP_USUAL = 0.075
 GROUP_BITS = 0.5  # a weight's share of a scale, low-bit gates
 POWERINFER = System(
-    name="powerinfer",
     policy="static",
     config=PolicyConfig(lead=0),
     device_reads="rows",
@@ -35,13 +34,19 @@ POWERINFER = System(
 # lam, lead, what of a pool is kept and what counts as live are not published: these are ours.
 DYNAMICINFER = replace(
     POWERINFER,
-    name="dynamicinfer",
     policy="dynamic",
     config=PolicyConfig(lam=1.0, lead=1, ranking="flag", swap_rule="paper"),
     copies="units",
 )
 # The engine's decisions on kernels and hand-overs like the others': what is compared is what is decided.
-OURS = replace(POWERINFER, name="ours", policy="dynamic", config=PolicyConfig(), gate_first=True, waits=False, merges=1)
+OURS = replace(POWERINFER, policy="dynamic", config=PolicyConfig(), gate_first=True, waits=False, merges=1)
+
+
+def engine_system(
+    policy: NeuronPolicy, config: PolicyConfig, activation: Activation, *, skips: bool, dense: bool = False
+) -> System:
+    """This engine as it is: the device reads its whole pool; the host computes gates first where some are zero."""
+    return System(policy=policy, config=config, skips=skips, gate_first=activation.has_zeros and not dense)
 
 
 def mlp_bytes(weights: Weights) -> float:
@@ -95,7 +100,7 @@ def bound_s(load: Load, hardware: Hardware, activity: Activity, slots: tuple[int
     for run in activity.runs:
         live = run.live.sum(axis=2, dtype=np.int64)  # [T, L]
         split = live * host_s / (device_s + host_s)  # both sides end together
-        hot = np.minimum(np.ceil(split), np.minimum(live, slots))
+        hot = np.minimum(split, slots)
         total += float(np.maximum(hot * device_s, (live - hot) * host_s).sum())
         context = run.prompt_tokens + np.arange(run.tokens) + 1
         total += float(context.sum()) * load.layers * load.kv_token / hardware.device_bps

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
-from dynajax.budget import pool_budget
+from dynajax.budget import margin_bytes, pool_budget
 from dynajax.config import (
     DTYPE_BYTES,
     ModelSpec,
@@ -25,9 +25,8 @@ from dynajax.sim.decode import decode
 from dynajax.sim.hardware import Hardware
 from dynajax.sim.models import Weights
 from dynajax.sim.published import PROMPT
-from dynajax.sim.records import System
 from dynajax.sim.synthetic import Recipe, Scoring
-from dynajax.sim.systems import bound_s, gate_bytes, place
+from dynajax.sim.systems import bound_s, engine_system, gate_bytes, place
 
 TOKENS = 64  # that are decoded of each drawn sequence
 MOST_SETTINGS = 200
@@ -152,7 +151,7 @@ def answers(setup: Setup, policies: Sequence[NeuronPolicy], settings: Sequence[S
     """Every policy at every setting. Before the first, FitError: the budget is too small for one of them."""
     _check(setup, settings)
     needed = max(setup.fixed + _Predictors.of(setup, policy, s).held for policy in policies for s in settings)
-    pool_budget(setup.budget_bytes, math.ceil(needed), gpu=False)
+    pool_budget(setup.budget_bytes, math.ceil(needed), gpu=not setup.hardware.shared)
     bound = _bound_tok_s(setup, settings[0])
     for setting in settings:
         for policy in policies:
@@ -176,7 +175,7 @@ def _bound_tok_s(setup: Setup, setting: Setting) -> float:
     """With perfect foresight, free moves, no overheads, and no memory for predictors."""
     weights, activity = setup.weights, _activity(setup, setting)
     slots = place(weights, activity, setup.budget_bytes - setup.fixed, "equal").slots
-    return 1 / bound_s(weights.load(setup.name, 0.0, 0), setup.hardware, activity, slots)
+    return 1 / bound_s(weights.load(0.0, 0), setup.hardware, activity, slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +196,7 @@ class _Predictors:
             kinds.append(config.place_bits)
         if setting.rank is not None:
             size = weights.spec.layers * setting.rank * (weights.spec.hidden + weights.spec.ffn) * weights.bytes_of_one
-            return cls(held=size * bool(kinds), read=size * len(kinds), programs=len(kinds))
+            return cls(held=size * len(kinds), read=size * len(kinds), programs=len(kinds))
         sizes = {bits: gate_bytes(weights, bits) for bits in kinds}
         return cls(held=sum(sizes.values()), read=sum(sizes[bits] for bits in kinds), programs=len(kinds))
 
@@ -216,18 +215,14 @@ def _activity(setup: Setup, setting: Setting) -> Activity:
 def _run(setup: Setup, policy: NeuronPolicy, setting: Setting, bound: float) -> Answer:
     weights, activity = setup.weights, _activity(setup, setting)
     predictors = _Predictors.of(setup, policy, setting)
-    system = System(
-        name="engine",
-        policy=policy,
-        config=setting.config,
-        skips=setup.skips,
-        device_reads="slots",
-        gate_first=setup.gate_first,
-        waits=False,
+    system = engine_system(
+        policy, setting.config, weights.spec.activation, skips=setup.skips, dense=not setup.gate_first
     )
-    room = 0.0 if policy == "none" else setup.budget_bytes - setup.fixed - predictors.held
-    placement = place(weights, activity, room, "static" if policy in ("static", "none") else "equal")
-    load = weights.load(setup.name, predictors.read / weights.spec.layers, predictors.programs)
+    margin = margin_bytes(setup.budget_bytes, gpu=not setup.hardware.shared)
+    room = 0.0 if policy == "none" else setup.budget_bytes - margin - setup.fixed - predictors.held
+    planned = setup.skips or policy not in ("static", "none")
+    placement = place(weights, activity, room, "equal" if planned else "static")
+    load = weights.load(predictors.read / weights.spec.layers, predictors.programs)
     tally = decode(load, setup.hardware, system, activity, placement)
     found = tally.figures()
     figures = {

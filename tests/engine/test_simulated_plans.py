@@ -52,14 +52,14 @@ def simulated(trace, statistics, policy: str) -> list[tuple]:
     weights = Weights(spec=SPECS["relu"], dtype="float16", host_dtype="float16")
     config = PolicyConfig(**trace.head.settings["knobs"])
     skips = trace.head.settings["sparsity"] == "predicted"
-    system = System(name="engine", policy=policy, config=config, skips=skips, waits=True)
+    system = System(policy=policy, config=config, skips=skips, waits=True)
 
     def keep(layer, plan):
         thetas = (int(plan.theta), int(plan.theta_g), int(plan.theta_c), plan.n_gpu, plan.n_cpu)
         made.append((layer, plan.units.tolist(), plan.slots.tolist(), *thetas))
 
     machine, placement = load_hardware("pc-high"), Placement(buckets, trace.head.width)
-    decode(weights.load("run", 0.0, 1), machine, system, activity, placement, costs=Costs(**trace.costs), on_plan=keep)
+    decode(weights.load(0.0, 1), machine, system, activity, placement, costs=Costs(**trace.costs), on_plan=keep)
     return made
 
 

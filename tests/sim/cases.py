@@ -44,7 +44,7 @@ def machine(**changes: Any) -> Hardware:
 
 def load(**changes: Any) -> Load:
     """Neurons of 3 bytes, attention of 20, a head of 50, no cache and no predictors."""
-    base: dict[str, Any] = {"name": "small", "layers": LAYERS, "neurons": NEURONS, "unit": 3.0, "host_unit": 3.0,
+    base: dict[str, Any] = {"layers": LAYERS, "neurons": NEURONS, "unit": 3.0, "host_unit": 3.0,
                             "dtype": "float32", "parts": 3, "attention": 20.0, "kv_token": 0.0, "head": 50.0,
                             "score": 0.0, "scores": 0}  # fmt: skip
     return Load(**base | changes)
@@ -52,7 +52,7 @@ def load(**changes: Any) -> Load:
 
 def system(**changes: Any) -> System:
     """All is computed, the device reads its whole pool, the host whole neurons, and nothing moves."""
-    base: dict[str, Any] = {"name": "small", "policy": "static", "config": PolicyConfig(), "skips": False,
+    base: dict[str, Any] = {"policy": "static", "config": PolicyConfig(), "skips": False,
                             "gate_first": False, "one_pool": False}  # fmt: skip
     return System(**base | changes)
 
