@@ -37,7 +37,7 @@ def test_sizes_are_the_published_ones(model, dtype, neurons, attention, cache):
 def test_transformers_streams_what_does_not_fit():
     """Everything fits: one reading of the weights. Nothing fits: all of it over the link, at 16 bit."""
     weights, hardware = weights_of("relullama-7b", "int4"), load_hardware("pc-high")
-    hardware = replace(hardware, layer_s=1e-12)
+    hardware = replace(hardware, layer_s=1e-12, systems={})
     read = weights.attention * 32 + weights.neurons + weights.head + weights.cache(100)
     assert transformers_s(weights, hardware, 100) == pytest.approx(read / hardware.device_bps)
     empty = replace(hardware, device_bytes=hardware.reserved_bytes + GIB // 10)
