@@ -23,7 +23,7 @@ def profile_machine(
     context: typer.Context,
     output: OutputFlags,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The hardware file to write (.json).")],
-    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of a minute; rougher.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes; rougher.")] = False,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Host threads; physical cores if not given.")] = None,
 ) -> None:
     """Measure this machine and write its figures for the simulator.
