@@ -69,6 +69,7 @@ def paper_report(cells: Sequence[Cell], rows: Sequence[PublishedRow], machines: 
         lines = [(c.row, c.system, _told(c.published, form), _told(c.simulated, form), _told(c.error, "+.1%"))
                  for c in found[name]]  # fmt: skip
         parts.append(f"## {title} (simulated)\n\n{grid(('row', 'system', 'published', 'simulated', 'error'), lines)}")
+    parts.append(_activity(dict.fromkeys(row.model for row in rows)))
     parts.append(_fitted(speeds, rows, machines))
     parts.append(_assumed(speeds, found.get("sensitivity", [])))
     return "\n".join(parts)
@@ -115,6 +116,19 @@ def _fitted(speeds: Sequence[Cell], rows: Sequence[PublishedRow], machines: Sequ
         f"{len(lines)} constants fitted to {figures} figures: the published speeds of {', '.join(FITTED_TO)}. "
         f"DynamicInfer's are not among them.\n\n{told}"
     )
+
+
+def _activity(models: Iterable[str]) -> str:
+    """What is published of a text's activity, and what the synthetic texts have of it."""
+    from dynajax.sim.synthetic import RECIPES, checked
+
+    lines = [
+        (model, figure.name, f"{figure.low:.3f} to {figure.high:.3f}", f"{figure.found:.3f}",
+         "assumed" if figure.assumed else "published", "yes" if figure.ok else "NO")
+        for model in models for figure in checked(RECIPES[model])
+    ]  # fmt: skip
+    head = ("model", "figure", "wanted", "found", "which is", "holds")
+    return f"## Activity of the synthetic texts (simulated)\n\n{grid(head, lines)}"
 
 
 def _assumed(speeds: Sequence[Cell], sensitivity: Sequence[Cell]) -> str:
