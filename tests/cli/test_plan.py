@@ -80,7 +80,7 @@ def test_a_described_machine_has_its_own_budget_and_policy(command, model, tmp_p
 
 def test_a_described_cpu_backend_is_planned_as_one(command, model, tmp_path):
     figures = load_hardware("pc-low").to_json() | {"shared": True, "reserved_bytes": 0, "device_bytes": 2**30}
-    figures["cpu_bps"] = {"float32": 5e10}
+    figures |= {"cpu_bps": {"float32": 5e10}, "systems": {}}
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(figures))
     argv = ("--model", model, "--ctx", 256, "--json")

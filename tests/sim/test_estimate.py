@@ -8,6 +8,7 @@ import pytest
 
 from dynajax.config import Activation, ModelSpec, PolicyConfig
 from dynajax.errors import UsageError
+from dynajax.sim.decode import drawn_config
 from dynajax.sim.estimate import Asked, Running, drawn, expected, recipe_of
 from dynajax.sim.hardware import Hardware, Program, load_hardware
 from dynajax.sim.synthetic import RECIPES, biases
@@ -20,6 +21,7 @@ FIGURES = {
     "device_bytes": 2**30, "device_bps": 2e10, "device_flops": 1e13, "link_bps": 4e9, "host_bps": 1e10, "cores": 4,
     "cpu_bps": {"float16": 8e9}, "cpu_flops": 1e11, "gather_bps": 5e9, "launch_s": 4e-6, "t0_s": 4e-6, "call_s": 1e-6,
     "sync_s": 4e-6, "dispatch_s": 2e-6, "layer_s": 2e-6, "token_s": 1e-5, "plan_s": 4e-6, "plan_unit_s": 1e-9,
+    "balance_s": 1e-6, "systems": {},
 }  # fmt: skip
 MACHINE = replace(load_hardware("pc-low"), name="toy", reserved_bytes=0, **FIGURES)
 GATES = 1024 * 512 * 4.5 / 8  # bytes of a layer's 4-bit gates
@@ -169,11 +171,40 @@ def test_a_resident_model_reads_everything_for_every_token():
 
 def test_programs_that_were_measured_apart_count():
     whole = running(1.0, policy="static", resident=True)
-    slow = {kind: Program(fixed_s=4e-6, bps=2e8) for kind in ("attend", "hot", "head")}
+    slow = {kind: Program.plain(4e-6, 2e8) for kind in ("attend", "hot", "head")}
     found, usual = expected(whole, replace(MACHINE, programs=slow)), expected(whole, MACHINE)
     assert found.decode_range[1] == pytest.approx(usual.decode_range[1] / 100)
-    late = {kind: Program(fixed_s=4e-3, bps=2e10) for kind in ("attend", "hot", "head")}
+    late = {kind: Program.plain(4e-3, 2e10) for kind in ("attend", "hot", "head")}
     assert expected(running(), replace(MACHINE, programs=late)).bound_by == "latency"
+
+
+def test_only_what_a_program_takes_beyond_its_start_is_reading():
+    """A curve that begins at 4 us and is flat as far as a layer's neurons reach: they are read for nothing."""
+    whole, size = running(1.0, policy="static", resident=True), SPEC.ffn * 3 * 512 * 2
+    flat = {"hot": Program(sizes=(0.0, float(size), 2.0 * size), seconds=(4e-6, 4e-6, 1.0))}
+    found, usual = expected(whole, replace(MACHINE, programs=flat)), expected(whole, MACHINE)
+    saved = 1 / usual.decode_tok_s - 1 / found.decode_tok_s
+    assert saved == pytest.approx(SPEC.layers * size / 2e10)
+    assert 1 / usual.decode_range[1] - 1 / found.decode_range[1] == pytest.approx(saved)
+
+
+def test_scores_that_rank_are_programs_of_their_own():
+    slow = {kind: replace(MACHINE, programs={kind: Program.plain(1e-3, 2e10)}) for kind in ("score", "rank")}
+    for activation, density, kind in ((None, None, "score"), (SILU, 0.4, "rank")):
+        asks = running(sparsity="predicted", policy="static", activation=activation, density=density)
+        assert asks.load.ranks == (kind == "rank")
+        usual = 1 / expected(asks, MACHINE).decode_tok_s
+        more = {name: 1 / expected(asks, machine).decode_tok_s - usual for name, machine in slow.items()}
+        assert more.pop(kind) == pytest.approx(SPEC.layers * (1e-3 - MACHINE.launch_s))
+        assert set(more.values()) == {0.0}
+
+
+def test_balancing_thresholds_takes_time_where_it_is_done():
+    machine = replace(MACHINE, balance_s=5e-4)
+    for policy in ("dynamic", "macro+micro"):
+        found, usual = (expected(running(sparsity="predicted", policy=policy), each) for each in (machine, MACHINE))
+        assert (found.decode_tok_s < 0.99 * usual.decode_tok_s) == (policy == "dynamic")
+        assert (found == usual) == (policy == "macro+micro")
 
 
 def prefill_s(device: float, host: float, fixed: float, tokens: int = 512) -> float:
@@ -182,18 +213,29 @@ def prefill_s(device: float, host: float, fixed: float, tokens: int = 512) -> fl
 
 def test_prefill_is_the_slower_side_of_every_layer():
     attention, unit, fixed = 4 * 512 * 512 + 2 * 512, 3 * 512, 2e-6 + 4 * 2 * 6e-6  # four chunks, two programs each
-    machine = replace(MACHINE, link_bps=1e5)  # so that nothing is sent
-    device = 2 * (attention + 512 * unit) * 512 / 1e13
-    host = 2 * 512 * unit * 512 / 1e11 + 1e-6 + 4e-6
-    assert 4 * 2 * (attention + 512 * unit) / 2e10 > device
     device = 4 * 2 * (attention + 512 * unit) / 2e10  # every chunk reads them
-    assert expected(running(), machine).prefill_tok_s == pytest.approx(prefill_s(device, host, fixed))
-    sent = 2 * 512 * unit / 4e9 + 4e-6
-    device = 4 * 2 * (attention + 1024 * unit) / 2e10  # what was sent is computed there
-    assert expected(running(), MACHINE).prefill_tok_s == pytest.approx(prefill_s(device, sent, fixed))
-    short = expected(running(ctx=128), machine).prefill_tok_s
+    assert device > 2 * (attention + 512 * unit) * 512 / 1e13
+    host = 2 * 512 * unit * 512 / 1e11 + 1e-6 + 4e-6
+    assert expected(running(), MACHINE).prefill_tok_s == pytest.approx(prefill_s(device, host, fixed))
+    quick = replace(MACHINE, cpu_flops=1e14, cpu_bps={"float16": 1e10})  # whose host reads its neurons once
+    host = 2 * 512 * unit / 1e10 + 1e-6 + 4e-6
+    assert device > host
+    assert expected(running(), quick).prefill_tok_s == pytest.approx(prefill_s(device, host, fixed))
+    slow = slower("device_flops")  # whose products take longer than reading
+    device = 2 * (attention + 512 * unit) * 512 / 1e11
+    host = 2 * 512 * unit * 512 / 1e11 + 1e-6 + 4e-6
+    assert device > host
+    assert expected(running(), slow).prefill_tok_s == pytest.approx(prefill_s(device, host, fixed))
+    short = expected(running(ctx=128), MACHINE).prefill_tok_s
     device, host = 2 * (attention + 512 * unit) / 2e10, 2 * 512 * unit * 128 / 1e11 + 1e-6 + 4e-6
     assert short == pytest.approx(prefill_s(device, host, 2e-6 + 2 * 6e-6, tokens=128))
+
+
+def test_nothing_is_sent_for_a_prompt():
+    asks, faster = running(0.1), replace(MACHINE, link_bps=1e15, gather_bps=1e15)
+    assert expected(asks, faster).prefill_tok_s == expected(asks, MACHINE).prefill_tok_s
+    held = running(1.0)  # what is on the device is computed there, and the host does nothing
+    assert expected(held, slower("cpu_flops")).prefill_tok_s == expected(held, MACHINE).prefill_tok_s
 
 
 # --- activity ---------------------------------------------------------------------------------------------
@@ -240,3 +282,10 @@ def test_scores_that_nobody_asks_are_not_there():
     assert not still.placed.any()
     assert still.skip is None
     assert drawn(running(sparsity="predicted"), None).runs[0].skip is not None
+
+
+def test_a_window_counts_the_neurons_that_are_drawn():
+    asked = PolicyConfig(window_units=40)
+    assert drawn_config(asked, 4) == PolicyConfig(window_units=10)
+    assert drawn_config(asked, 1) == asked
+    assert drawn_config(PolicyConfig(), 4) == PolicyConfig()
