@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynajax.cli import simulate
+from dynajax.cli import simulate, simulate_trace
 from dynajax.sim import compare, paper, synthetic, whatif
 from dynajax.sim.compare import SYSTEMS
 from dynajax.sim.published import ABLATION, ROWS
@@ -158,6 +158,13 @@ def test_shipped_recordings(command, recorded, folder, tmp_path, monkeypatch):
     assert ended.code == 2 and "must be of mine, got 'yours'" in ended.err
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in simulate_trace.TRACES.glob("*.npz")))
+def test_each_shipped_recording_brings_its_model(command, name):
+    argv = ("--trace", f"recorded:{name}", "--hardware", "pc-high", "--policy", "static", "--json")
+    (row,) = command("simulate", *argv).json("simulate")["rows"]
+    assert row["decode_tok_s"] > 0 and row["pool_share"] == 1
+
+
 # --- sweeps ---
 
 
@@ -223,7 +230,7 @@ def test_what_a_picture_needs_is_named(command, tmp_path, monkeypatch):
         ((*DRAWN, "--threads", "4", "--batch", "2"), "--batch, --threads changes nothing"),
         ((*DRAWN, "--set", "density=0.1"), "density=0.1 changes nothing"),
         ((*DRAWN, "--ctx", "4"), "--ctx must be at least the 8 tokens"),
-        ((*DRAWN[:2], "--hardware", "pc-high", "--dtype", "float32"), "no host rate for float32"),
+        ((*DRAWN, "--host-dtype", "float32"), "no host rate for float32"),
         ((*DRAWN, "--dtype", "float8"), "--dtype must be one of"),
         ((*DRAWN, "--set", "place_bits=8"), "gates of 8 bits"),
         ((*DRAWN, "--sweep", "lam"), "--sweep takes NAME=VALUE/VALUE"),

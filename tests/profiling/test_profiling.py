@@ -142,7 +142,10 @@ SECONDS = {"attend": (3e-4, 5e-4), "hot": HOT_S, "head": (5e-2,), "rank": (2e-3,
 
 @pytest.fixture(scope="module")
 def seen() -> engine.Sample:
-    return engine.sample(NARROW, "static", 1, FEW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "TOKENS", 4)
+        patch.setattr(engine, "TRACED", DECODED)
+        return engine.sample(NARROW, "static", 1, FEW)
 
 
 def like(seen: engine.Sample, spec: ModelSpec, policy: str = "static") -> engine.Sample:

@@ -8,6 +8,7 @@ import pytest
 
 from dynajax.config import Activation, ModelSpec, PolicyConfig
 from dynajax.errors import UsageError
+from dynajax.sim import estimate
 from dynajax.sim.decode import drawn_config
 from dynajax.sim.estimate import Asked, Running, drawn, expected, recipe_of
 from dynajax.sim.hardware import Hardware, Program, load_hardware
@@ -26,6 +27,13 @@ FIGURES = {
 MACHINE = replace(load_hardware("pc-low"), name="toy", reserved_bytes=0, **FIGURES)
 GATES = 1024 * 512 * 4.5 / 8  # bytes of a layer's 4-bit gates
 SLACK = 1.03  # where a draw decides
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Half of the tokens that are drawn."""
+    monkeypatch.setattr(estimate, "TOKENS", 12)
+    monkeypatch.setattr(estimate, "SIDE_TOKENS", 6)
 
 
 def running(share=0.5, *, sparsity="exact", policy="dynamic", activation=None, **changes) -> Running:
@@ -258,7 +266,7 @@ def test_a_model_with_statistics_is_live_as_they_say():
     frequency = np.tile(np.linspace(0, 1, SPEC.ffn, dtype=np.float32), (SPEC.layers, 1))
     found = drawn(running(), frequency)
     assert found.frequency == pytest.approx(frequency, abs=2e-3)
-    live = np.concatenate([run.live for run in found.runs]).mean(axis=0)  # 48 tokens
+    live = np.concatenate([run.live for run in found.runs]).mean(axis=0)  # 24 tokens
     assert np.corrcoef(live.ravel(), frequency.ravel())[0, 1] > 0.9
     assert not live[:, 0].any()
     assert live[:, -1].all()
