@@ -94,7 +94,7 @@ def orders(points: Sequence[Point]) -> tuple[int, int]:
     for a, b in combinations(points, 2):
         if (a.model, a.share) == (b.model, b.share) and (a.low > b.high or b.low > a.high):
             known += 1
-            right += int((a.median > b.median) == (a.simulated > b.simulated))
+            right += int((a.median - b.median) * (a.simulated - b.simulated) > 0)
     return known, right
 
 

@@ -58,7 +58,7 @@ def _rows(hardware: Hardware) -> list[tuple[str, str]]:
     rates = {"host memory": hardware.host_bps} | rates | {"gather": hardware.gather_bps}
     rates |= {"device": hardware.device_bps, "link": hardware.link_bps, "link, pageable": hardware.pageable_bps}
     flops = {"host products": hardware.cpu_flops, "device products": hardware.device_flops}
-    names = ("t0_s", "call_s", "launch_s", "dispatch_s", "sync_s", "layer_s", "token_s", "plan_s")
+    names = ("t0_s", "call_s", "launch_s", "dispatch_s", "sync_s", "layer_s", "token_s", "plan_s", "balance_s")
     rows = [("device memory", size(hardware.device_bytes)), ("cores", str(hardware.cores))]
     rows += [(name, f"{rate / 1e9:.1f} GB/s") for name, rate in rates.items()]
     rows += [(name, f"{rate / 1e9:.1f} GFLOP/s") for name, rate in flops.items()]

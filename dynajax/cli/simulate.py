@@ -92,9 +92,10 @@ def _show_table(output: OutputFlags, out: Path | None) -> None:
 
     if out is not None:
         refuse_unwritable(out)
-    cells = paper_cells()
-    machines = [load_hardware(name) for name in dict.fromkeys(row.hardware for row in ROWS)]
-    report = paper_report(cells, ROWS, machines)
+    cells, report = paper_cells(), ""
+    if out is not None or not output.json:
+        machines = [load_hardware(name) for name in dict.fromkeys(row.hardware for row in ROWS)]
+        report = paper_report(cells, ROWS, machines)
     if out is not None:
         text = report.encode()
         with draft_file(out, len(text)) as file:

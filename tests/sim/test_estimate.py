@@ -90,7 +90,7 @@ def test_equal_plans_have_equal_estimates():
 @pytest.mark.parametrize("policy", ["dynamic", "static"])
 def test_more_device_memory_is_not_slower(sparsity, policy):
     machine = replace(MACHINE, device_bps=2e11)  # else reading a larger pool may take longer than the host would
-    found = [expected(running(s, sparsity=sparsity, policy=policy), machine) for s in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    found = [expected(running(s, sparsity=sparsity, policy=policy), machine) for s in (0.1, 0.4, 0.65, 0.9)]
     for less, more in pairwise(found):
         assert more.decode_tok_s * SLACK > less.decode_tok_s
         assert more.decode_range[1] * SLACK > less.decode_range[1]
