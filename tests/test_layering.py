@@ -93,7 +93,7 @@ TABLE = {
     "cli.predictors": row("predictor_training collecting checkpoint config model_folder", "typer"),
     "cli.verify": row("verify", "typer"),
     "profiling": row(
-        "bundles checkpoint config engine hostcompute ops plan policy.planner pool sim staging testing timeline trace",
+        "bundles checkpoint config engine hostcompute ops plan policy pool sim staging testing timeline trace",
         "jax numpy",
     ),
     "cli.profiling": row("profiling sim checkpoint", "typer"),

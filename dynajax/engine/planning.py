@@ -24,17 +24,16 @@ from dynajax.engine.target import Target, budget_limit
 from dynajax.errors import ModelError, StorageError, UsageError
 from dynajax.model_folder import model_folder
 from dynajax.plan import Placement
-from dynajax.policy.placement import block_units, place_equal, place_static
+from dynajax.policy.placement import block_units, place_equal, place_static, staged_units
 from dynajax.programs import Programs, Shapes
 from dynajax.programs.shapes import round_ctx
 from dynajax.staging import open_staging
-from dynajax.transfer import RING, fill_piece, piece_sizes
+from dynajax.transfer import RING, fill_piece
 from hostcompute import ffi
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CTX = 4096
-MOST_STAGED = 64  # units sent at a time while decoding
 Progress = Callable[[str, int, int], None]
 
 
@@ -210,8 +209,7 @@ def add_plans(
 ) -> tuple[Layout, Prediction, int]:
     """The layout with what plans need beside the pool -> that, the predictors, and units sent at a time."""
     shapes, programs = layout.programs.shapes, layout.programs
-    fitting = piece_sizes(min(MOST_STAGED, max(1, block_units(shapes.spec.ffn) // 20)))
-    staged = fitting[-1] if strategy.moves else 0
+    staged = staged_units(shapes.spec.ffn) if strategy.moves else 0
     staging = {"staging": RING * staged * host_unit}
     prediction = choose(
         shapes.spec, strategy.knobs, strategy.trained, fingerprint, skips=strategy.skips, places=strategy.places

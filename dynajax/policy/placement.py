@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from dynajax.plan import Placement
 
+MOST_STAGED = 64
 LEVELS = 8  # distinct pool sizes, so that at most 8 shapes of every pool program are compiled
 
 
@@ -16,6 +17,12 @@ def block_units(units: int) -> int:
     Example: 768 neurons -> 96, so pools hold 0, 96, ..., 768.
     """
     return min(units, 2 * -(-units // (2 * LEVELS)))
+
+
+def staged_units(units: int) -> int:
+    """Units sent at a time while decoding: a power of two, at most 64 and a twentieth of a block of the pool, so that
+    no update needs a temporary above 5 % of it. Example: 768 neurons -> 4."""
+    return 1 << (min(MOST_STAGED, max(1, block_units(units) // 20)).bit_length() - 1)
 
 
 def layer_slots(

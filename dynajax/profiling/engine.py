@@ -127,7 +127,7 @@ def load_of(prepared: Prepared) -> Load:
     weights = Weights(spec=prepared.spec, dtype=dtype, host_dtype=prepared.host_dtype, kv_dtype=dtype)
     layers = prepared.spec.layers
     load = weights.load(prediction.read_bytes(prepared.spec) / layers, round(len(prediction.entries) / layers))
-    return replace(load, ranks=prediction.density is not None, piece=max(1, prepared.staged))
+    return replace(load, ranks=prediction.density is not None)
 
 
 def simulated_s(prepared: Prepared, activity: Activity, hardware: Hardware) -> float:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dynajax.bundles import HostStore, allocate_arena
 from dynajax.config import Activation
 from dynajax.engine.cold import ColdSide
-from dynajax.engine.planning import MOST_STAGED
+from dynajax.policy.placement import MOST_STAGED
 from dynajax.pool import DevicePool
 from dynajax.profiling.pace import Pace
 from hostcompute import HostPool, NumpyPool

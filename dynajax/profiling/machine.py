@@ -12,7 +12,7 @@ import jax
 
 from dynajax.config import DTYPE_BYTES, DTypeName, EngineConfig
 from dynajax.engine.opening import host_threads
-from dynajax.engine.planning import MOST_STAGED
+from dynajax.policy.placement import MOST_STAGED
 from dynajax.profiling import device, engine, host, overhead
 from dynajax.profiling.pace import Pace
 from dynajax.sim.hardware import Hardware

@@ -351,7 +351,8 @@ class _Decoding:
         if units == 1:
             self._saw("t0_s", 1, max(0.0, link.seconds - costs.t_trans_s))
         else:
-            self._saw("t_trans_s", units, max(0.0, link.seconds - costs.t0_s))
+            starts = 1 if alone else pieces  # a neuron's own copy has its start in t_trans_s
+            self._saw("t_trans_s", units, max(0.0, link.seconds - starts * costs.t0_s))
         if not alone:  # else they went straight to their slots
             yield self._python("scheduler", pieces * hardware.dispatch_s)
             self._device(UPDATE, 2 * count * self.load.unit, (pieces - 1) * hardware.launch_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dynajax.budget import dense_bytes, kv_bytes, unit_bytes
 from dynajax.config import DTYPE_BYTES, Activation, ModelSpec
 from dynajax.errors import UsageError
+from dynajax.policy.placement import staged_units
 from dynajax.sim.records import Load
 
 # A weight, in bytes; int4 in groups of 32 with a 16-bit scale.
@@ -117,4 +118,5 @@ class Weights:
             head=self.head,
             score=score,
             scores=scores,
+            piece=staged_units(spec.ffn),
         )

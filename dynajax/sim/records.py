@@ -24,7 +24,7 @@ class Load:
     score: float  # predictors of a layer that a token asks
     scores: int  # programs that ask them
     ranks: bool = False  # those rank the neurons of a token, for none is exactly zero
-    piece: int = 64  # neurons that are sent at a time
+    piece: int = 1  # neurons that are sent at a time
 
     def prefix(self, tokens: int, *, bucketed: bool) -> int:
         """Tokens of context that attention reads: those there are, or the engine's buckets 256, 512, ..."""

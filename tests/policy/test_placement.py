@@ -5,7 +5,15 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from dynajax.policy.placement import LEVELS, block_units, equal_slots, layer_slots, place_equal, place_static
+from dynajax.policy.placement import (
+    LEVELS,
+    block_units,
+    equal_slots,
+    layer_slots,
+    place_equal,
+    place_static,
+    staged_units,
+)
 
 MANY_UNITS = (*range(1, 300), 768, 1000, 2816, 5632, 11008, 13824, 28672)
 
@@ -177,3 +185,9 @@ def test_the_block_that_remains():
     frequency[1] *= 2
     assert equal_slots(frequency, 3, 15) == (2, 3)
     assert equal_slots(frequency, 3, 10**6) == (16, 16)
+
+
+@pytest.mark.parametrize(("units", "expected"), [(1, 1), (192, 1), (768, 4), (1536, 8), (11008, 64), (28672, 64)])
+def test_units_sent_at_a_time_are_a_twentieth_of_a_block(units, expected):
+    assert staged_units(units) == expected
+    assert expected == 1 or expected * 20 <= block_units(units)
