@@ -12,6 +12,9 @@ from dynajax.errors import UsageError
 ActivationKind = Literal["relu", "fatrelu", "silu", "drelu"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 NormKind = Literal["rms", "layer"]
+RouterScore = Literal["softmax", "sigmoid", "chosen"]
+GroupRank = Literal["max", "top2"]
+SharedKind = Literal["none", "plain", "gated"]
 Layout = Literal["llama", "opt", "falcon"]
 Sparsity = Literal["auto", "dense", "exact", "predicted"]
 HostMode = Literal["auto", "threads", "callback", "ffi"]
@@ -86,6 +89,57 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """How a token chooses K of E experts, and how much each of them counts.
+
+    logits = router h (+ a bias); scores: their softmax, or each one's sigmoid; chosen: the logits themselves. The K
+    largest scores choose, those of all experts or of the `top_groups` best of `groups` equal groups; weights are their
+    scores, or the softmax over the chosen logits, over their sum if `renormalise`, times `scale`.
+    """
+
+    experts: int
+    top_k: int
+    score: RouterScore = "softmax"
+    logits_bias: bool = False
+    selection_bias: bool = False  # a bias that helps to choose and does not weigh (DeepSeek-V3, section 2.1.2)
+    groups: int = 1
+    top_groups: int = 1
+    group_rank: GroupRank = "max"  # a group's rank: its best score, or the sum of its best two
+    renormalise: bool = False
+    epsilon: float = 0.0  # added to the sum
+    scale: float = 1.0
+    float32: bool = False  # logits in float32, whatever the weights are
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k must be in [1, {self.experts}], got {self.top_k}")
+        if self.groups < 1 or self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ValueError(f"{self.top_groups} of {self.groups} groups cannot be had of {self.experts} experts")
+        if self.top_groups * (self.experts // self.groups) < self.top_k:
+            raise ValueError(f"{self.top_groups} groups hold fewer than top_k {self.top_k} experts")
+        if self.group_rank == "top2" and self.experts // self.groups < 2:
+            raise ValueError("group_rank top2 needs groups of at least two experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """The routed FFNs of a mixture of experts, each of `width` neurons, and what every token computes beside them."""
+
+    router: RouterSpec
+    width: int
+    layers: tuple[int, ...]  # that have experts, ascending; the others have one FFN of the model's `ffn` neurons
+    shared: SharedKind = "none"  # gated: times the sigmoid of a projection of h
+    shared_width: int = 0
+    capacity: int | None = None  # tokens of a sequence that an expert takes, the first ones; the rest go without it
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or (self.shared == "none") != (self.shared_width == 0):
+            raise ValueError(f"widths must be >= 1, got {self.width}, shared ({self.shared}) {self.shared_width}")
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ValueError(f"layers with experts must be distinct and ascending, got {self.layers}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The shape of a decoder-only model, read from `config.json` and from nothing else.
 
@@ -111,6 +165,8 @@ class ModelSpec:
     o_bias: bool = False
     ffn_bias: bool = False
     qk_norm: bool = False  # RMS norm of every head's query and key before they are rotated
+    qk_norm_whole: bool = False  # of all heads' together
+    attention_scale: float | None = None  # of query times key; None: H ** -0.5
     parallel: bool = False  # attention and FFN read the same residual stream
     shared_norm: bool = False  # parallel: through the same norm
     embed_scale: float = 1.0
@@ -121,11 +177,32 @@ class ModelSpec:
     dtype: DTypeName = "float32"
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    experts: ExpertSpec | None = None  # None: every neuron of the FFN is a unit
 
     @property
     def ffn_parts(self) -> int:
         """P: rows per neuron; gate, up and down, or up and down."""
         return 3 if self.gated else 2
+
+    @property
+    def units(self) -> int:
+        """Units of a layer: F neurons, or E experts."""
+        return self.ffn if self.experts is None else self.experts.router.experts
+
+    @property
+    def unit_rows(self) -> int:
+        """Rows a unit has of each part: 1, or an expert's neurons."""
+        return 1 if self.experts is None else self.experts.width
+
+    @property
+    def unit_layers(self) -> tuple[int, ...]:
+        """The layers that have units, ascending."""
+        return tuple(range(self.layers)) if self.experts is None else self.experts.layers
+
+    def always_width(self, layer: int) -> int:
+        """Neurons that a layer of a mixture of experts computes for every token: its shared expert's, or all it has."""
+        assert self.experts is not None, "every neuron is a unit"
+        return self.experts.shared_width if layer in self.experts.layers else self.ffn
 
     @property
     def unit_width(self) -> int:
@@ -146,7 +223,17 @@ class ModelSpec:
         q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
         count = 2 * self.hidden * (q_dim + kv_dim) + self.norm_parameters * (1 if self.shared_norm else 2)
         count += (q_dim + 2 * kv_dim) * self.qkv_bias + self.hidden * (self.o_bias + self.ffn_bias)
-        return count + 2 * self.head_dim * self.qk_norm
+        return count + 2 * self.head_dim * self.qk_norm + (q_dim + kv_dim) * self.qk_norm_whole
+
+    def always_parameters(self, layer: int) -> int:
+        """Parameters of one layer that a mixture of experts has on the device besides `block_parameters`."""
+        if self.experts is None:
+            return 0
+        count, router = self.ffn_parts * self.hidden * self.always_width(layer), self.experts.router
+        if layer not in self.experts.layers:
+            return count
+        count += router.experts * (self.hidden + router.logits_bias + router.selection_bias)
+        return count + self.hidden * (self.experts.shared == "gated")
 
     @property
     def position_parameters(self) -> int:
@@ -170,6 +257,10 @@ class ModelSpec:
             raise ValueError("drelu needs a gate")
         if self.shared_norm and not self.parallel:
             raise ValueError("shared_norm needs parallel")
+        if self.experts is not None and (self.ffn_bias or self.parallel or self.norm != "rms"):
+            raise ValueError("a mixture of experts has RMS norms, no biases in its FFNs and one branch after the other")
+        if self.experts is not None and self.experts.layers[-1] >= self.layers:
+            raise ValueError(f"layer {self.experts.layers[-1]} cannot have experts: there are {self.layers}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""The decoder of every dense family as flax.nnx modules: trained, run resident and used as parity oracle.
+"""The decoder of every family as flax.nnx modules: trained, run resident and used as parity oracle.
 
 Weights keep the checkpoint's [out, in] layout; the FFN is unit-major ([F, W] for gate, up and down, W = unit_width),
-so that one neuron is one row of each part. The engine uses `AttentionBlock` alone, as flat leaves, and computes the
-FFN from its pools.
+so that one neuron is one row of each part; experts lie one after the other. The engine uses `AttentionBlock` and
+`RoutingBlock` alone, as flat leaves, and computes the units from its pools.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dynajax.ops.attention import attention
 from dynajax.ops.ffn import combine
 from dynajax.ops.linear import contract, layer_norm, rms_norm
 from dynajax.ops.rotary import rotate
+from dynajax.ops.routing import all_experts, route, router_logits, spread
 
 Weight = nnx.Param | jax.Array
 
@@ -69,8 +70,8 @@ class AttentionBlock(nnx.Module):
         self.k_bias = zeros(kv_dim, spec.qkv_bias)
         self.v_bias = zeros(kv_dim, spec.qkv_bias)
         self.o_bias = zeros(spec.hidden, spec.o_bias)
-        self.q_norm = ones(spec.head_dim, spec.qk_norm)
-        self.k_norm = ones(spec.head_dim, spec.qk_norm)
+        self.q_norm = ones(q_dim if spec.qk_norm_whole else spec.head_dim, spec.qk_norm or spec.qk_norm_whole)
+        self.k_norm = ones(kv_dim if spec.qk_norm_whole else spec.head_dim, spec.qk_norm or spec.qk_norm_whole)
         self.ffn_norm = ones(spec.hidden, not spec.shared_norm)
         self.ffn_norm_bias = zeros(spec.hidden, spec.norm == "layer" and not spec.shared_norm)
         self.down_bias = zeros(spec.hidden, spec.ffn_bias)
@@ -89,12 +90,14 @@ class AttentionBlock(nnx.Module):
     def _heads(self, h: jax.Array, weight: nnx.Param, bias: nnx.Param | None, norm: nnx.Param | None) -> jax.Array:
         """One projection, cut into heads [B,T,heads,H], each normed where the model does that."""
         out = _shifted(contract("BTD,OD->BTO", h, weight[...]), bias)
+        if self.spec.qk_norm_whole and norm is not None:
+            out = rms_norm(out, norm[...], self.spec.norm_eps)
         out = out.reshape(*out.shape[:2], -1, self.spec.head_dim)
-        return out if norm is None else rms_norm(out, norm[...], self.spec.norm_eps)
+        return out if norm is None or self.spec.qk_norm_whole else rms_norm(out, norm[...], self.spec.norm_eps)
 
     def mix(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
         """Attention of q [B,T,N,H] over keys and values [B,S,KV,H] -> [B,T,N,H]."""
-        return attention(q, k, v, positions, self.spec.window)
+        return attention(q, k, v, positions, self.spec.window, self.spec.attention_scale)
 
     def merge(self, x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Residual add of the attention output [B,T,N,H]; -> x [B,T,D] and the FFN's input h [B,T,W].
@@ -139,6 +142,81 @@ class Ffn(nnx.Module):
         return contract("BTF,FD->BTD", values, self.down[...]), first
 
 
+class RoutingBlock(nnx.Module):
+    """What a layer of a mixture of experts has for every token: its router, and its shared expert or only FFN."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype, layer: int):
+        assert spec.experts is not None, "there is nothing to route"
+        self.spec, self.layer = spec, layer
+        router, width = spec.experts.router, spec.always_width(layer)
+        routed = layer in spec.experts.layers
+        shape = (width, spec.hidden)
+        narrow = 0.02 / (2 * spec.layers) ** 0.5
+
+        def some(dims: tuple[int, ...], wanted: bool, std: float = 0.02) -> nnx.Param | None:
+            return nnx.Param(_normal(rngs, dims, std, dtype)) if wanted else None
+
+        self.router = some((router.experts, spec.hidden), routed)
+        self.router_bias = some((router.experts,), routed and router.logits_bias)
+        self.selection_bias = some((router.experts,), routed and router.selection_bias)
+        self.gate = some(shape, bool(width) and spec.gated)
+        self.up = some(shape, bool(width))
+        self.down = some(shape, bool(width), narrow)
+        self.mix = some((1, spec.hidden), routed and spec.experts.shared == "gated")
+
+    def logits(self, h: jax.Array) -> jax.Array:
+        """h [..., D] -> the router's [..., E]."""
+        assert self.router is not None and self.spec.experts is not None, f"layer {self.layer} has no experts"
+        bias = None if self.router_bias is None else self.router_bias[...]
+        return router_logits(h, self.router[...], bias, self.spec.experts.router)
+
+    def route(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """logits [T, E] -> experts of each token [T, K] int32 and their weights."""
+        assert self.spec.experts is not None
+        bias = None if self.selection_bias is None else self.selection_bias[...]
+        return route(logits, bias, self.spec.experts.router)
+
+    def always(self, h: jax.Array) -> jax.Array | None:
+        """What every token gets [T, D], whichever experts it goes to; None: nothing."""
+        if self.up is None or self.down is None:
+            return None
+        up = contract("TD,FD->TF", h, self.up[...])
+        first = up if self.gate is None else contract("TD,FD->TF", h, self.gate[...])
+        values, _ = combine(first, None if self.gate is None else up, self.spec.activation)
+        y = contract("TF,FD->TD", values, self.down[...])
+        return y if self.mix is None else y * jax.nn.sigmoid(contract("TD,ED->TE", h, self.mix[...]))
+
+
+class MixtureFfn(nnx.Module):
+    """The FFN of a layer with experts, and every expert computed for every token: for training, and as an oracle."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype, layer: int):
+        assert spec.experts is not None
+        self.spec, self.block = spec, RoutingBlock(spec, rngs, dtype, layer)
+        self.routed = layer in spec.experts.layers
+        shape = (spec.units * spec.unit_rows, spec.hidden)
+
+        def part(std: float, wanted: bool = True) -> nnx.Param | None:
+            return nnx.Param(_normal(rngs, shape, std, dtype)) if wanted and self.routed else None
+
+        self.gate = part(0.02, spec.gated)
+        self.up = part(0.02)
+        self.down = part(0.02 / (2 * spec.layers) ** 0.5)
+
+    def __call__(self, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """h [B,T,D] -> output [B,T,D], and the router's logits [B,T,E]; None in a layer without experts."""
+        flat = h.reshape(-1, h.shape[-1])
+        y, logits = self.block.always(flat), None
+        if self.routed:
+            logits = self.block.logits(flat)
+            weights = spread(*self.block.route(logits), self.spec.units)
+            parts = tuple(part[...] for part in (self.gate, self.up, self.down) if part is not None)
+            routed = all_experts(flat, parts, weights, self.spec.activation)
+            y, logits = routed if y is None else y + routed, logits.reshape(*h.shape[:2], -1)
+        assert y is not None, "a layer without experts has an FFN"
+        return y.reshape(h.shape), logits
+
+
 class Decoder(nnx.Module):
     """Embedding, L layers, final norm, head; `head` is None when it is tied to the embedding."""
 
@@ -148,13 +226,14 @@ class Decoder(nnx.Module):
         learned = (spec.max_positions, spec.hidden)
         self.positions = nnx.Param(_normal(rngs, learned, 0.02, dtype)) if spec.rope is None else None
         self.attention = nnx.List([AttentionBlock(spec, rngs, dtype) for _ in range(spec.layers)])
-        self.ffn = nnx.List([Ffn(spec, rngs, dtype) for _ in range(spec.layers)])
+        self.ffn = nnx.List([_ffn(spec, rngs, dtype, layer) for layer in range(spec.layers)])
         self.norm = nnx.Param(jnp.ones((spec.hidden,), dtype))
         self.norm_bias = nnx.Param(jnp.zeros((spec.hidden,), dtype)) if spec.norm == "layer" else None
         self.head = None if spec.tied else nnx.Param(_normal(rngs, (spec.vocab, spec.hidden), 0.02, dtype))
 
     def __call__(self, tokens: jax.Array, keep: jax.Array | None = None) -> tuple[jax.Array, list[jax.Array]]:
-        """tokens [B,T] int32 -> logits [B,T,V] float32 and, of each layer, what its activation reads [B,T,F].
+        """tokens [B,T] int32 -> logits [B,T,V] float32 and, of each layer, what its activation reads [B,T,F] (with
+        experts, the router's logits [B,T,E] of the layers that have them).
 
         keep [L] float32 scales every layer's FFN output (0 removes it); None keeps all.
         """
@@ -167,9 +246,13 @@ class Decoder(nnx.Module):
             x, h = attend(x, positions)
             y, gate = ffn(h)
             x = add_ffn(self.spec, x, y if keep is None else y * keep[layer])
-            gates.append(gate)
+            gates += [] if gate is None else [gate]
         x = scaled(normed(self.spec, x, self.norm, self.norm_bias), self.spec.logit_scale)
         return contract("BTD,VD->BTV", x, (self.embed if self.head is None else self.head)[...]), gates
+
+
+def _ffn(spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype, layer: int) -> Ffn | MixtureFfn:
+    return Ffn(spec, rngs, dtype) if spec.experts is None else MixtureFfn(spec, rngs, dtype, layer)
 
 
 def _shifted(x: jax.Array, bias: nnx.Param | None) -> jax.Array:

@@ -15,15 +15,16 @@ def attention(
     v: jax.Array,  # [B, S, KV, H]
     positions: jax.Array,  # [B, T] int32, the absolute position of each query
     window: int | None = None,  # keys a query sees, its own included; None: all up to its own
+    scale: float | None = None,  # of q k; None: H ** -0.5
 ) -> jax.Array:
-    """softmax(q k / sqrt(H)) v over keys 0..position; grouped queries share a KV head. -> [B, T, N, H].
+    """softmax(scale q k) v over keys 0..position; grouped queries share a KV head. -> [B, T, N, H].
 
     Key s of row b is taken to sit at position s, so a cache prefix longer than the sequence is fine:
     keys behind the query are masked, whatever they hold (they must be finite).
     """
     batch, length, heads, size = q.shape
     groups = heads // k.shape[2]
-    q = q.reshape(batch, length, k.shape[2], groups, size) * jnp.float32(size**-0.5)
+    q = q.reshape(batch, length, k.shape[2], groups, size) * jnp.float32(size**-0.5 if scale is None else scale)
     scores = contract("BTKGH,BSKH->BKGTS", q, k)
     keys, query = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :], positions[:, :, None]
     seen = keys <= query  # [B, T, S]

@@ -19,6 +19,7 @@ from flax import nnx
 from dynajax.config import ModelSpec
 from dynajax.errors import NumericalError
 from dynajax.models.decoder import Decoder
+from dynajax.ops.routing import spread
 
 log = logging.getLogger("dynajax.training")
 
@@ -62,6 +63,9 @@ class TrainConfig:
     warmup_steps: int = 60
     source_power: float = 0.6  # a source is drawn in proportion to its size to this power
     checkpoint_minutes: float = 5.0
+
+
+BALANCE = 0.03  # weight of `balance_loss`, relative to the cross-entropy
 
 
 class Batches:
@@ -109,6 +113,30 @@ def skew_loss(gate: jax.Array, lift: float) -> jax.Array:
     return jnp.mean(mean * jnp.log1p(rate / (0.3 * mean)) - lift * rate)
 
 
+def balance_loss(logits: jax.Array, top_k: int) -> jax.Array:
+    """E times the sum over experts of load times mean probability (Fedus et al. 2021, section 2.2); 1 if balanced.
+
+    logits [B, T, E]; load: share of the K T choices that fall on an expert, which has no gradient.
+    """
+    experts = logits.shape[-1]
+    flat = logits.reshape(-1, experts)
+    _, ids = jax.lax.top_k(flat, top_k)
+    load = jnp.mean(spread(ids, jnp.ones(ids.shape, jnp.float32), experts), axis=0) / top_k
+    return experts * jnp.sum(jax.lax.stop_gradient(load) * jnp.mean(jax.nn.softmax(flat, axis=-1), axis=0))
+
+
+def shape_loss(spec: ModelSpec, gates: list[jax.Array], phase: Phase) -> jax.Array:
+    """What is asked of the units beside the cross-entropy: experts share the work, neurons behave as the phase says."""
+    if spec.experts is not None:
+        return BALANCE * sum(balance_loss(logits, spec.experts.router.top_k) for logits in gates) / len(gates)
+    shape = sum(phase.wake * wake_loss(gate, phase.window) for gate in gates)
+    if phase.l1:
+        shape += sum(phase.l1 * jnp.mean(jax.nn.relu(gate)) for gate in gates)
+    if phase.skew:
+        shape += sum(phase.skew * skew_loss(gate, phase.lift) for gate in gates)
+    return jnp.asarray(shape)
+
+
 def make_optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
     """AdamW direction with global-norm clipping; the caller scales it by the rate of the moment."""
 
@@ -131,14 +159,10 @@ def make_step(graphdef, tx: optax.GradientTransformation, phase: Phase) -> Calla
     """The jitted update: (params, opt_state, tokens [B,T+1], rate) -> params, opt_state, cross-entropy."""
 
     def loss_of(params, tokens):
-        logits, gates = nnx.merge(graphdef, params)(tokens[:, :-1])
+        model = nnx.merge(graphdef, params)
+        logits, gates = model(tokens[:, :-1])
         entropy = optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-        shape = sum(phase.wake * wake_loss(gate, phase.window) for gate in gates)
-        if phase.l1:
-            shape += sum(phase.l1 * jnp.mean(jax.nn.relu(gate)) for gate in gates)
-        if phase.skew:
-            shape += sum(phase.skew * skew_loss(gate, phase.lift) for gate in gates)
-        return entropy + shape, entropy
+        return entropy + shape_loss(model.spec, gates, phase), entropy
 
     def step(params, opt_state, tokens, rate):
         (_, entropy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, tokens)
@@ -213,7 +237,7 @@ def train(
     saved_s, average = before_s, float("nan")
     while (elapsed_s := before_s + time.monotonic() - start_s) < total_s:
         progress = elapsed_s / total_s
-        if progress >= phase.until:
+        if progress >= phase.until and spec.experts is None:
             phase = _phase_at(progress)
             update = make_step(graphdef, tx, phase)
         rate = np.float32(learning_rate(cfg, step, progress))

@@ -16,7 +16,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from dynajax.checkpoint import STATS_NAME, Checkpoint, write_stats
-from dynajax.config import Activation, ModelSpec
+from dynajax.config import Activation, ExpertSpec, ModelSpec, RouterSpec
 from dynajax.errors import StorageError
 from dynajax.models.decoder import Decoder
 from dynajax.training.export import swap_in, write_card, write_weights
@@ -38,6 +38,23 @@ TINY_RELULLAMA = ModelSpec(
     dtype="bfloat16",
     bos_id=0,
     eos_ids=(0,),
+)
+TINY_MOE = ModelSpec(
+    layers=6,
+    hidden=192,
+    ffn=96,
+    heads=3,
+    kv_heads=3,
+    head_dim=64,
+    vocab=4096,
+    activation=Activation(kind="silu"),
+    qk_norm=True,
+    tied=True,
+    max_positions=512,
+    dtype="bfloat16",
+    bos_id=0,
+    eos_ids=(0,),
+    experts=ExpertSpec(router=RouterSpec(experts=16, top_k=4, renormalise=True), width=96, layers=tuple(range(6))),
 )
 STATS_TOKENS = 200_000
 
