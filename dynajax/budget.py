@@ -14,34 +14,39 @@ MARGIN_SHARE, MARGIN_BYTES = 0.03, 64 * 2**20
 
 
 def dense_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Everything on the device that is neither a unit nor cache: attention, norms, and the head's table.
+    """Everything on the device that is neither a unit nor cache: attention, norms, routers, what every token of a
+    mixture of experts computes, and the head's table.
 
     An untied embedding table stays on the host, and learned positions with it; a tied one is the head and counts once.
     """
     count = spec.layers * spec.block_parameters + spec.norm_parameters + spec.hidden * spec.vocab
-    return (count + (spec.position_parameters if spec.tied else 0)) * DTYPE_BYTES[dtype]
+    count += sum(map(spec.always_parameters, range(spec.layers))) + (spec.position_parameters if spec.tied else 0)
+    wider = DTYPE_BYTES[spec.routing_dtype("router", dtype)] - DTYPE_BYTES[dtype]
+    return count * DTYPE_BYTES[dtype] + len(spec.unit_layers) * spec.router_parameters * wider
 
 
 def kv_bytes(spec: ModelSpec, dtype: str, ctx: int, batch: int) -> int:
-    """Keys and values of all layers."""
-    return 2 * spec.layers * batch * ctx * spec.kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
+    """Keys and values of all layers; with latents these, once."""
+    width = spec.cache_heads * (spec.key_width + spec.value_width)
+    return spec.layers * batch * ctx * width * DTYPE_BYTES[dtype]
 
 
 def unit_bytes(spec: ModelSpec, dtype: str) -> int:
-    """One neuron: a row of each part."""
-    return spec.ffn_parts * spec.unit_width * DTYPE_BYTES[dtype]
+    """One neuron, a row of each part, or one expert with all of its neurons."""
+    return spec.ffn_parts * spec.unit_rows * spec.unit_width * DTYPE_BYTES[dtype]
 
 
 def workspace_bytes(spec: ModelSpec, ctx: int, batch: int, chunk: int) -> int:
     """Activations outside any program: the prompt's residual stream, one chunk's FFN input, a step's rows."""
     rows = batch * (spec.hidden + 2 * spec.unit_width + spec.vocab)
-    return 4 * (spec.hidden * ctx + spec.unit_width * chunk + rows + spec.layers)
+    inputs = chunk if spec.experts is None else ctx  # an expert reads every chunk before the next one is brought in
+    return 4 * (spec.hidden * ctx + spec.unit_width * inputs + rows + spec.layers)
 
 
 def host_bytes(spec: ModelSpec, host_dtype: str, *, resident: bool = False) -> dict[str, int]:
-    """What stays in host memory for good: every FFN unit, unless all are on the device, and the tables of an untied
+    """What stays in host memory for good: every unit, unless all are on the device, and the tables of an untied
     embedding."""
-    arena = 0 if resident else spec.layers * spec.ffn * unit_bytes(spec, host_dtype)
+    arena = 0 if resident else len(spec.unit_layers) * spec.units * unit_bytes(spec, host_dtype)
     embed = 0 if spec.tied else (spec.vocab * spec.hidden + spec.position_parameters) * DTYPE_BYTES[host_dtype]
     return {"units": arena, "embed": embed}
 

@@ -1,4 +1,7 @@
-"""The host's copy of the FFN weights: one unit-contiguous arena [F, P, W, D] per layer."""
+"""The host's copy of the FFN weights: one unit-contiguous arena per layer that has units.
+
+[F, P, 1, D] where a unit is a neuron, [E, P, W, D] where it is an expert of W neurons.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,10 @@ def allocate_arena(shape: tuple[int, ...], dtype: str | npt.DTypeLike) -> npt.ND
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostStore:
-    """The units of every layer. `arenas[layer][unit]` is one unit, [P, W, D], contiguous. Empty: all on the device."""
+    """The units of every layer that has any. `arenas[i][unit]` is one unit of layer `spec.unit_layers[i]`, [P, W, D],
+    contiguous. Empty: all on the device."""
 
-    arenas: Sequence[npt.NDArray]  # L arrays [F, P, W, D]
+    arenas: Sequence[npt.NDArray]  # [units, P, W, D] each
 
     @property
     def dtype(self) -> np.dtype:
@@ -67,8 +71,12 @@ class HostStore:
 
 def one_arena(spec: ModelSpec, dtype: str) -> HostStore:
     """A store whose layers share one arena: each is read, sent to the device and overwritten by the next."""
-    arena = allocate_arena((spec.ffn, spec.ffn_parts, 1, spec.unit_width), dtype)
-    return HostStore((arena,) * spec.layers)
+    return HostStore((allocate_arena(arena_shape(spec), dtype),) * len(spec.unit_layers))
+
+
+def arena_shape(spec: ModelSpec) -> tuple[int, int, int, int]:
+    """[units, P, W, D] of one layer."""
+    return spec.units, spec.ffn_parts, spec.unit_rows, spec.unit_width
 
 
 def load_store(
@@ -76,11 +84,10 @@ def load_store(
     dtype: str,
     on_layer: Callable[[int], None] | None = None,  # called with each layer's number when it is loaded
 ) -> HostStore:
-    """Read every layer's FFN from the shards straight into its arena, one layer at a time."""
-    spec = checkpoint.spec
+    """Read every layer's units from the shards straight into its arena, one layer at a time."""
     arenas = []
-    for layer in range(spec.layers):
-        arena = allocate_arena((spec.ffn, spec.ffn_parts, 1, spec.unit_width), dtype)
+    for layer in checkpoint.spec.unit_layers:
+        arena = allocate_arena(arena_shape(checkpoint.spec), dtype)
         checkpoint.fill_bundle(layer, arena)
         arenas.append(arena)
         if on_layer is not None:

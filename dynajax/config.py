@@ -15,12 +15,20 @@ NormKind = Literal["rms", "layer"]
 RouterScore = Literal["softmax", "sigmoid", "chosen"]
 GroupRank = Literal["max", "top2"]
 SharedKind = Literal["none", "plain", "gated"]
-Layout = Literal["llama", "opt", "falcon"]
+Layout = Literal["llama", "opt", "falcon", "mixtral", "qwen_moe", "deepseek", "granitemoe"]
 Sparsity = Literal["auto", "dense", "exact", "predicted"]
 HostMode = Literal["auto", "threads", "callback", "ffi"]
 DTypeName = Literal["float32", "float16", "bfloat16"]
 NeuronPolicy = Literal["dynamic", "macro+micro", "macro", "micro", "static", "lru", "none"]
-PolicyName = Literal["auto", NeuronPolicy]
+ExpertPolicyName = Literal[
+    "scan", "dali", "hybrimoe", "bandwidth-split", "fiddler", "lru", "lfu", "static", "layer-split", "none"
+]
+PolicyName = Literal["auto", NeuronPolicy, ExpertPolicyName]
+AssignName = Literal[
+    "auto", "scan", "dali", "resident", "fetch-all", "per-expert", "two-ended", "two-ended-shipped", "bandwidth-split"
+]
+CacheName = Literal["auto", "decayed", "dali", "lru", "lfu", "ema", "static"]
+PrefetchName = Literal["auto", "corrected", "residual", "residual-mean", "gate", "count", "none"]
 StagingName = Literal["auto", "pinned_host", "registered", "plain"]
 SwapRule = Literal["gain", "paper"]
 Ranking = Literal["score", "flag"]
@@ -80,6 +88,7 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True  # yarn: the ramp's ends rounded to whole frequencies
+    interleaved: bool = False  # a pair's two numbers lie side by side, and not half a head apart
 
     def __post_init__(self) -> None:
         if not self.theta > 0 or not self.factor > 0:
@@ -140,6 +149,31 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Attention that keeps one small vector a token for all heads (DeepSeek-V2, section 2.1).
+
+    Cached are a token's latent [kv_rank] and one rotated key [rotary]. A head's key is a projection of the latent
+    [plain] with the rotated one behind, its value [value] another projection. Queries come through a latent of their
+    own [q_rank], or straight from the hidden state.
+    """
+
+    kv_rank: int
+    q_rank: int | None
+    plain: int
+    rotary: int
+    value: int
+    norm_eps: float = 1e-6  # of the latents' norms, in every file of such models
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "q_rank", "plain", "rotary", "value"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        if self.rotary % 2:
+            raise ValueError(f"rotary must be even, got {self.rotary}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The shape of a decoder-only model, read from `config.json` and from nothing else.
 
@@ -178,6 +212,22 @@ class ModelSpec:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     experts: ExpertSpec | None = None  # None: every neuron of the FFN is a unit
+    latent: LatentSpec | None = None  # None: every head's key and value is cached; head_dim: a query's numbers
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads of the KV cache."""
+        return self.kv_heads if self.latent is None else 1
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of a cached key, per token and head of the cache."""
+        return self.head_dim if self.latent is None else self.latent.kv_rank + self.latent.rotary
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of a cached value, per token and head; 0 with latents, where values are the front of the keys."""
+        return self.head_dim if self.latent is None else 0
 
     @property
     def ffn_parts(self) -> int:
@@ -220,20 +270,43 @@ class ModelSpec:
     @property
     def block_parameters(self) -> int:
         """Parameters of one layer outside its units: norms, attention, and the FFN's output bias."""
+        if self.latent is not None:
+            return 2 * self.norm_parameters + self._latent_parameters(self.latent)
         q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
         count = 2 * self.hidden * (q_dim + kv_dim) + self.norm_parameters * (1 if self.shared_norm else 2)
         count += (q_dim + 2 * kv_dim) * self.qkv_bias + self.hidden * (self.o_bias + self.ffn_bias)
         return count + 2 * self.head_dim * self.qk_norm + (q_dim + kv_dim) * self.qk_norm_whole
 
+    def _latent_parameters(self, latent: LatentSpec) -> int:
+        """Parameters of one layer's attention with latents."""
+        queries = self.heads * self.head_dim
+        count = self.hidden * (latent.kv_rank + latent.rotary + self.heads * latent.value) + latent.kv_rank
+        count += self.heads * (latent.plain + latent.value) * latent.kv_rank
+        if latent.q_rank is None:
+            return count + self.hidden * queries
+        return count + latent.q_rank * (self.hidden + 1 + queries)
+
     def always_parameters(self, layer: int) -> int:
         """Parameters of one layer that a mixture of experts has on the device besides `block_parameters`."""
         if self.experts is None:
             return 0
-        count, router = self.ffn_parts * self.hidden * self.always_width(layer), self.experts.router
+        count = self.ffn_parts * self.hidden * self.always_width(layer)
         if layer not in self.experts.layers:
             return count
-        count += router.experts * (self.hidden + router.logits_bias + router.selection_bias)
-        return count + self.hidden * (self.experts.shared == "gated")
+        return count + self.router_parameters + self.hidden * (self.experts.shared == "gated")
+
+    @property
+    def router_parameters(self) -> int:
+        """Parameters of one layer's router."""
+        if self.experts is None:
+            return 0
+        router = self.experts.router
+        return router.experts * (self.hidden + router.logits_bias + router.selection_bias)
+
+    def routing_dtype(self, part: str, dtype: str) -> str:
+        """The type on the device of a part of `RoutingBlock`: `dtype`, but float32 for routers that say so."""
+        exact = self.experts is not None and self.experts.router.float32
+        return "float32" if exact and part in ("router", "router_bias", "selection_bias") else dtype
 
     @property
     def position_parameters(self) -> int:
@@ -247,7 +320,9 @@ class ModelSpec:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
-        if self.head_dim % 2 and self.rope is not None:
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        elif self.head_dim % 2 and self.rope is not None:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps must be > 0, got {self.norm_eps}")
@@ -261,6 +336,12 @@ class ModelSpec:
             raise ValueError("a mixture of experts has RMS norms, no biases in its FFNs and one branch after the other")
         if self.experts is not None and self.experts.layers[-1] >= self.layers:
             raise ValueError(f"layer {self.experts.layers[-1]} cannot have experts: there are {self.layers}")
+
+    def _check_latent(self, latent: LatentSpec) -> None:
+        if self.head_dim != latent.plain + latent.rotary or self.kv_heads != self.heads:
+            raise ValueError(f"latents need head_dim {latent.plain + latent.rotary} and as many kv_heads as heads")
+        if self.rope is None or self.window is not None or self.qkv_bias or self.o_bias or self.qk_norm:
+            raise ValueError("attention with latents rotates and has no window, biases or norms of queries and keys")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +363,9 @@ class EngineConfig:
     batch: int = 1
     sparsity: str = "auto"
     policy: str = "auto"
+    assign: str = "auto"
+    cache: str = "auto"
+    prefetch: str = "auto"
     stats: str = "auto"
     dtype: str = "auto"
     host_dtype: str = "auto"
@@ -296,7 +380,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choices = {
             "sparsity": get_args(Sparsity),
-            "policy": get_args(PolicyName),
+            "policy": tuple(dict.fromkeys(get_args(PolicyName))),
+            "assign": get_args(AssignName),
+            "cache": get_args(CacheName),
+            "prefetch": get_args(PrefetchName),
             "dtype": ("auto", *get_args(DTypeName)),
             "host_dtype": ("auto", *get_args(DTypeName)),
             "host_mode": get_args(HostMode),
@@ -346,6 +433,17 @@ class PolicyConfig:
     deadline_s: float | None = None  # how long a layer waits for its plan; None: a quarter of its time
     sparse_prefill: bool = False  # skip neurons in the prompt too
     record_scores: bool = False
+    # of experts; where no source is named, chosen with benchmarks/expert_cache.py
+    expert_decay: float = 0.96  # of an expert's share of the traffic per step
+    move_price: float = 0.7  # a swap must save so many times what moving an expert takes, while its score holds
+    fetch_price: float = 0.2  # what a fetch must save in its own step, in times of moving an expert
+    prefetch_price: float = 0.1  # what a prefetch must be expected to save, in times of moving an expert
+    w_size: int = 4  # dali: steps of a window
+    u_size: int = 1  # dali: swaps at its end
+    ema_decay: float = 0.7  # ema: of the scores per step
+    count_decay: float = 0.5  # of the workload that `count` predicts
+    confidence: float = 0.5  # that a predicted expert is live, until it has been seen how often it is
+    confidence_decay: float = 0.95  # of what was seen, per prediction
 
     def __post_init__(self) -> None:
         check_number("lam", self.lam, 0, 1e6)
@@ -366,6 +464,13 @@ class PolicyConfig:
                 raise UsageError("density must be > 0, got 0: policies that compute nothing have no use")
         for name in ("keep_share", "theta", "safety"):
             check_number(name, getattr(self, name), 0, 1)
+        for name in ("expert_decay", "ema_decay", "count_decay", "confidence_decay"):
+            check_number(name, getattr(self, name), 0, 0.9999)
+        for name in ("move_price", "fetch_price", "prefetch_price"):
+            check_number(name, getattr(self, name), 0, 1e6)
+        for name in ("w_size", "u_size"):
+            check_number(name, getattr(self, name), 1, 2**31, whole=True)
+        check_number("confidence", self.confidence, 0, 1)
         check_number("err_scale", self.err_scale, 0, 1000)
         for name, allowed in (("ranking", get_args(Ranking)), ("swap_rule", get_args(SwapRule))):
             if getattr(self, name) not in allowed:

@@ -83,12 +83,42 @@ class DevicePool:
             raise ValueError(f"slots of layer {layer} must be in [0, {len(self._buckets[layer])}), got {slots}")
         assert len(np.unique(slots)) == len(slots), f"slots of layer {layer} are not distinct: {slots}"
         with self.lock:
-            if epoch not in (None, self.epoch):
-                raise RuntimeError("the pool was cleared since")
+            self._check_epoch(epoch)
             self._parts[layer], fence = program(self._parts[layer])
             self._buckets[layer][slots] = units
             self._cold[layer] = None
         return fence
+
+    def vacate(self, layer: int, slot: int) -> None:
+        """From now on nobody finds a unit in this slot: parts of another one are about to be written there."""
+        with self.lock:
+            self._buckets[layer][slot], self._cold[layer] = -1, None
+
+    def write(
+        self,
+        layer: int,
+        part: int,
+        program: Callable[[jax.Array], tuple[jax.Array, jax.Array]],  # donates the part it is given
+        epoch: int | None = None,  # see `update`
+    ) -> jax.Array:
+        """Run a program that changes some rows of one part, all of them in a slot that was vacated; -> its fence."""
+        with self.lock:
+            self._check_epoch(epoch)
+            parts = list(self._parts[layer])
+            parts[part], fence = program(parts[part])
+            self._parts[layer] = tuple(parts)
+        return fence
+
+    def name(self, layer: int, slot: int, unit: int, epoch: int | None = None) -> None:
+        """A vacated slot holds a whole unit again."""
+        with self.lock:
+            self._check_epoch(epoch)
+            assert self._buckets[layer][slot] == -1, f"slot {slot} of layer {layer} was not vacated"
+            self._buckets[layer][slot], self._cold[layer] = unit, None
+
+    def _check_epoch(self, epoch: int | None) -> None:
+        if epoch not in (None, self.epoch):
+            raise RuntimeError("the pool was cleared since")
 
     def check(self) -> None:
         """The books: every slot filled, no unit twice, every id in range, no buffer lost."""

@@ -9,9 +9,6 @@ fixed costs and a main thread that always waits, two runs decide alike.
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +17,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from dynajax.errors import DynajaxError, EngineError
+from dynajax import worker
 from dynajax.plan import LayerPlan
 from dynajax.policy.costs import CostEstimator, CostName, Costs
 from dynajax.policy.planner import NeuronPlanner
 from dynajax.transfer import Block, Transfer, piece_sizes
 
-HANG_S = 60.0  # without an answer for so long the thread counts as hung
 MOST_BACKLOG = 4  # tasks a layer that may wait
 
 Bools = npt.NDArray[np.bool_]
@@ -74,7 +70,7 @@ class Moves:
         return cls(*(np.zeros(layers, np.int64) for _ in range(4)), np.zeros(layers))
 
 
-class Scheduler:
+class Scheduler(worker.Worker):
     """See the head of this file. Everything that fails in the thread is raised in the main thread's next call."""
 
     def __init__(
@@ -95,14 +91,9 @@ class Scheduler:
         self._on_ran = on_ran
         self.span: Span | None = None
         self.on_scores: OnScores | None = None
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._news = threading.Condition()
         # By layer the number of the newest request, of the newest answer, and of the answer that was used.
         self._asked, self._answered, self._used = ([0] * layers for _ in range(3))
-        self._given = self._done = 0  # tasks
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="dynajax-scheduler", daemon=True)
-        self._thread.start()
+        super().__init__("scheduler", lambda: transfer.close())
 
     # --- the main thread ---
 
@@ -121,15 +112,11 @@ class Scheduler:
         if number == self._used[layer]:
             return None
         self._used[layer] = number
-        limit = HANG_S if deadline_s is None else deadline_s
-        if self._answered[layer] < number:
-            with self._news:
-                self._news.wait_for(lambda: self._answered[layer] >= number or self._error is not None, limit)
-        self._check()
-        if self._answered[layer] >= number:
+        limit = worker.HANG_S if deadline_s is None else deadline_s
+        if self._wait_for(lambda: self._answered[layer] >= number, limit):
             return self.last[layer]
         if deadline_s is None:
-            raise EngineError(f"the scheduler did not answer within {HANG_S:g} s")
+            raise self._hung()
         self.moves.late[layer] += 1
         return None
 
@@ -156,25 +143,9 @@ class Scheduler:
         self.settle()
         self._asked, self._answered, self._used = ([0] * self._layers for _ in range(3))
 
-    def settle(self, left: int = 0) -> None:
-        """Wait until at most `left` tasks are open. EngineError if nothing moves for long."""
-        while self._given - self._done > left:
-            before = self._done
-            with self._news:
-                self._news.wait_for(lambda: self._given - self._done <= left or self._error is not None, HANG_S)
-            self._check()
-            if self._done == before:
-                raise EngineError(f"the scheduler did not answer within {HANG_S:g} s")
-        self._check()
-
     def keep_up(self) -> None:
         """After a token: do not let more wait than a few tokens' worth."""
         self.settle(MOST_BACKLOG * self._layers)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the thread gave up, or was closed."""
-        return self._error is not None
 
     def costs(self) -> Costs:
         """What plans go by now."""
@@ -184,42 +155,7 @@ class Scheduler:
         """Count anew."""
         self.moves = Moves.none(self._layers)
 
-    def close(self, wait_s: float = HANG_S) -> None:
-        """End the thread; what still waits is dropped. Does not raise: the thread may have failed, or hang."""
-        self._error = EngineError("the scheduler is closed")  # an earlier one's frames refer to all that is here
-        self._queue.put(None)
-        self._thread.join(wait_s)
-
-    def _give(self, task: Callable[[], None]) -> None:
-        self._check()
-        self._given += 1
-        self._queue.put(task)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            if isinstance(self._error, DynajaxError | jax.errors.JaxRuntimeError):
-                raise self._error
-            words = str(self._error).strip().splitlines() or [type(self._error).__name__]
-            raise EngineError(f"the scheduler failed: {words[0]}") from self._error
-
     # --- the scheduler's own thread ---
-
-    def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            if self._error is not None:
-                continue
-            try:
-                task()
-            except BaseException as error:
-                with self._news:
-                    self._error = self._error or error
-                    self._news.notify_all()
-            else:
-                with self._news:
-                    self._done += 1
-                    self._news.notify_all()
-        with contextlib.suppress(Exception):  # an update that failed, and what it failed of was told
-            self._transfer.close()
 
     def _plan(self, layer: int, number: int, scores: jax.Array | npt.NDArray[np.uint8] | None, rows: Bools) -> None:
         if number < self._asked[layer] and not self._fixed:  # a newer one waits: nobody needs this one

@@ -20,6 +20,7 @@ class Staging(Protocol):
     """One way. `send` returns when the device has the block."""
 
     name: str
+    copies: bool  # only registered memory can be sent from
 
     def register(self, blocks: Iterable[np.ndarray]) -> None:
         """The memory that will be sent from; before the first `send`."""
@@ -35,6 +36,7 @@ class Plain:
     """Straight from NumPy's memory; the runtime copies it into pinned memory of its own where it needs to."""
 
     name = "plain"
+    copies = False
 
     def __init__(self, device: jax.Device):
         self._device = device
@@ -53,6 +55,7 @@ class PinnedHost:
     """Copied into an array of memory kind pinned_host, and from there by DMA."""
 
     name = "pinned_host"
+    copies = False
 
     def __init__(self, device: jax.Device):
         self._host = SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -72,6 +75,7 @@ class Registered(Plain):
     """The staging memory itself is pinned (`dma_map`), so that the runtime sends from it without a copy. CUDA only."""
 
     name = "registered"
+    copies = True
 
     def __init__(self, device: jax.Device):
         super().__init__(device)

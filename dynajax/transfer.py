@@ -19,6 +19,7 @@ from dynajax.programs import Programs
 from dynajax.staging import Staging
 
 RING = 3  # staging slots: one being gathered, one being sent, one being consumed
+PIECE_BYTES = 32 * 2**20  # of a unit of many rows that is sent at a time
 
 
 class Gatherer(Protocol):
@@ -160,6 +161,110 @@ def fill_pool(
         for start in starts:
             slots = np.arange(start, start + transfer.count, dtype=np.int32)
             transfer.send(layer, bucket[slots], slots)
+        if on_layer is not None:
+            on_layer(layer)
+    transfer.drain()
+    pool.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What bringing one unit took."""
+
+    nbytes: int
+    gather_s: float
+    transfer_s: float
+
+
+def piece_rows(width: int, row_bytes: int) -> int:
+    """Rows of a part that are sent at a time: all W, or as many equal shares as keep a piece within 32 MiB."""
+    return -(-width // -(-width * row_bytes // PIECE_BYTES))
+
+
+class UnitTransfer:
+    """Moves units of many rows, one at a time, part by part and in pieces: no update needs a temporary, and the pool
+    names a unit only once all of it is there. Not thread-safe: one thread owns it.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        programs: Programs,
+        staging: Staging | None = None,  # None: programs read the store itself
+    ):
+        self._store, self._programs, self._staging = store, programs, staging
+        _, self._parts, self._width, hidden = store.arenas[0].shape
+        self.rows = piece_rows(self._width, hidden * store.dtype.itemsize)
+        self._busy: deque[jax.Array] = deque()
+        self._ring: deque[np.ndarray] = deque()
+        if staging is not None and staging.copies:
+            self._ring.extend(allocate_arena((self.rows, hidden), store.dtype) for _ in range(RING))
+            staging.register(self._ring)
+
+    def bring(self, pool: DevicePool, arena: int, unit: int, layer: int, slot: int) -> Moved:
+        """Unit `unit` of an arena into a slot of the pool's `layer`; returns when the last update is dispatched."""
+        epoch, gather_s, transfer_s = pool.epoch, 0.0, 0.0
+        program = self._programs.get("write_rows", pool.slots[layer], self.rows, self._store.dtype.name)
+        source = self._store.arenas[arena][unit]
+        pool.vacate(layer, slot)
+        for part in range(self._parts):
+            for start in _starts(self._width, self.rows):
+                begin = time.perf_counter()
+                rows = self._gathered(source[part, start : start + self.rows])
+                gathered = time.perf_counter()
+                sent = rows if self._staging is None else self._staging.send(rows)
+                gather_s, transfer_s = gather_s + gathered - begin, transfer_s + time.perf_counter() - gathered
+                at = np.int32(slot * self._width + start)
+                fence = pool.write(layer, part, lambda array, sent=sent, at=at: program(array, sent, at), epoch)
+                self._busy.append(fence)
+                while len(self._busy) >= RING:
+                    self._busy.popleft().block_until_ready()
+        pool.name(layer, slot, unit, epoch)
+        return Moved(source.nbytes, gather_s, transfer_s)
+
+    def drain(self) -> None:
+        """Wait until every update is done."""
+        while self._busy:
+            self._busy.popleft().block_until_ready()
+
+    def close(self) -> None:
+        """Wait, and give registered memory back, whatever became of the updates."""
+        try:
+            self.drain()
+        finally:
+            if self._staging is not None:
+                self._staging.close()
+
+    def _gathered(self, rows: np.ndarray) -> np.ndarray:
+        """The rows where they can be sent from: the oldest block of the ring, whose update is done."""
+        if not self._ring:
+            return rows
+        block = self._ring[0]
+        self._ring.rotate(-1)
+        block[:] = rows
+        return block
+
+
+def _starts(width: int, rows: int) -> list[int]:
+    """Where pieces of so many rows begin; the last one may overlap the one before, which writes the same again."""
+    return [min(start, width - rows) for start in range(0, width, rows)]
+
+
+def fill_units(
+    transfer: UnitTransfer,
+    pool: DevicePool,
+    placement: Placement,
+    on_layer: Callable[[int], None] | None = None,
+    load: Callable[[int], None] | None = None,
+) -> None:
+    """`fill_pool` for units of many rows."""
+    for layer, bucket in enumerate(placement.buckets):
+        if load is not None:
+            load(layer)
+        for slot, unit in enumerate(bucket):
+            transfer.bring(pool, layer, int(unit), layer, slot)
+        if load is not None:
+            transfer.drain()  # the arena is about to be overwritten
         if on_layer is not None:
             on_layer(layer)
     transfer.drain()

@@ -7,6 +7,7 @@ from hostcompute.checks import FfnResult
 from hostcompute.library import HostPool, default_threads, open_pool
 from hostcompute.numpy_pool import NumpyPool
 from hostcompute.reference import ffn_reference, gather_reference
+from hostcompute.routing import unit_weights
 
 __all__ = [
     "FfnResult",
@@ -16,4 +17,5 @@ __all__ = [
     "ffn_reference",
     "gather_reference",
     "open_pool",
+    "unit_weights",
 ]

@@ -14,8 +14,8 @@ class FfnResult(NamedTuple):
     """The answer of one `ffn` call. The arrays belong to the caller."""
 
     y: npt.NDArray[np.float32]  # [B,D]
-    live_count: npt.NDArray[np.int64]  # [B] live units of each row
-    bytes_read: int  # of weights: every gate row, and the up and down rows that were needed
+    live_count: npt.NDArray[np.int64]  # [B] live units of each row; with weights its live neurons, W to a unit
+    bytes_read: int  # of weights: every gate row, of wanted units, and the up and down rows that were needed
 
 
 def check_bundle(bundle: np.ndarray) -> None:

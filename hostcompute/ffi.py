@@ -30,11 +30,12 @@ from hostcompute.library import (
 )
 
 TARGET = "dynajax_cold_ffn"
+EXPERTS = "dynajax_cold_experts"
 MATMUL = "dynajax_matmul"
 LOWBIT = "dynajax_lowbit"
 GROUP = 32  # columns that share a scale in a packed matrix
 WEIGHT_TYPES = ("float16", "bfloat16", "uint16")  # uint16: the bits of bfloat16
-NOT_ATTACHED = -2
+NOT_ATTACHED, NO_EXPERT = -2, -3
 REBUILD = "it was built for a newer one: run `python setup.py build_ext --inplace --force` in a checkout, or reinstall"
 
 
@@ -55,6 +56,7 @@ class _Layer(ctypes.Structure):
         ("bytes_read", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("nanoseconds", ctypes.c_int64),
+        ("computed", ctypes.c_int64),
         ("status", ctypes.c_int64),
     )
 
@@ -68,14 +70,15 @@ class _Table(ctypes.Structure):
 class Counters(NamedTuple):
     """What the calls since the last `reset` added up to, by layer. The arrays belong to the caller."""
 
-    live: npt.NDArray[np.int64]  # [L] live units, summed over the rows
+    live: npt.NDArray[np.int64]  # [L] live units, summed over the rows; of experts, pairs of a row and one on the host
     bytes_read: npt.NDArray[np.int64]  # [L] of weights
     rows: npt.NDArray[np.int64]  # [L] active rows
     seconds: npt.NDArray[np.float64]  # [L] inside the handler, on the host
+    computed: npt.NDArray[np.int64]  # [L] units, each once a call; of experts those that an active row was sent to
 
 
 class HostTable:
-    """Where the weights of one engine's layers lie, for programs that call `cold_ffn_ffi`.
+    """Where the weights of one engine's layers lie, for programs that call `cold_ffn_ffi` or `cold_experts_ffi`.
 
     Must live as long as any program that was given its address may run. `attach` and `detach` are for moments in
     which none runs; `detach` comes before the pool is closed.
@@ -92,7 +95,7 @@ class HostTable:
 
     @property
     def address(self) -> npt.NDArray[np.uint32]:
-        """The operand [2] for `cold_ffn_ffi`; always the same."""
+        """The operand [2] of the calls; always the same."""
         return np.array([ctypes.addressof(self._table)], np.uint64).view(np.uint32)
 
     def attach(
@@ -135,8 +138,8 @@ class HostTable:
         self._counts[:] = 0
 
     def counters(self) -> Counters:
-        live, bytes_read, rows, nanoseconds, _ = self._counts.T.copy()
-        return Counters(live, bytes_read, rows, nanoseconds * 1e-9)
+        live, bytes_read, rows, nanoseconds, computed, _ = self._counts.T.copy()
+        return Counters(live, bytes_read, rows, nanoseconds * 1e-9, computed)
 
     @property
     def error(self) -> Exception | None:
@@ -151,7 +154,12 @@ class HostTable:
             if status:
                 assert self._held is not None
                 _, arenas, units_by_layer = self._held
-                error = call_error(status, units_by_layer[index], len(arenas[index]))
+                experts = len(arenas[index])
+                if status <= NO_EXPERT:
+                    chosen = ctypes.c_int32(NO_EXPERT - status).value
+                    error = ValueError(f"ids must be in [0, {experts}), got {chosen}")
+                else:
+                    error = call_error(status, units_by_layer[index], experts)
                 error.add_note(f"in layer {index}")
                 return error
         return None
@@ -175,7 +183,7 @@ def unavailable() -> str | None:
     except RuntimeError as error:
         return f"no CPU backend: {error}"
     try:
-        for name in (TARGET, MATMUL, LOWBIT):
+        for name in (TARGET, EXPERTS, MATMUL, LOWBIT):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except RuntimeError as error:
         return f"jaxlib {version('jaxlib')} refuses the handler: {error}; {REBUILD}"
@@ -190,6 +198,31 @@ def cold_ffn_ffi(table: jax.Array, layer: int, h: jax.Array, active: jax.Array) 
     table: uint32 [2], `HostTable.address`; h: float32 [T,D]; active: bool [T]. Rows that are not active are zero and
     cost nothing. On the CPU backend only. When a call fails, so does the program: `HostTable.error` says why.
     """
+    _check_rows(table, h, active)
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(h.shape, np.float32))
+    return call(table, h, active, layer=np.int32(layer))
+
+
+def cold_experts_ffi(
+    table: jax.Array, layer: int, h: jax.Array, ids: jax.Array, weights: jax.Array, active: jax.Array
+) -> jax.Array:
+    """y [B,D] float32: what the layer's experts on the host give to the active rows. For use under `jit`.
+
+    table, h and active as in `cold_ffn_ffi`; ids: int32 [B,K], the experts of each row; weights: float32 [B,K]. A row
+    gets the sum of its weights times the answers of those of its experts that are among the table's units; the others
+    are somebody else's. An expert that no active row chose, or only with weight 0, is not read. The program fails where
+    an active row chose one outside of the arena; `HostTable.error` says which.
+    """
+    _check_rows(table, h, active)
+    if ids.ndim != 2 or ids.dtype != np.int32 or ids.shape[0] != h.shape[0]:
+        raise ValueError(f"ids must be int32 [{h.shape[0]},K], got {_text(ids)}")
+    if weights.dtype != np.float32 or weights.shape != ids.shape:
+        raise ValueError(f"weights must be float32 {list(ids.shape)}, got {_text(weights)}")
+    call = jax.ffi.ffi_call(EXPERTS, jax.ShapeDtypeStruct(h.shape, np.float32))
+    return call(table, h, ids, weights, active, layer=np.int32(layer))
+
+
+def _check_rows(table: jax.Array, h: jax.Array, active: jax.Array) -> None:
     _check_available()
     if table.dtype != np.uint32 or table.shape != (2,):
         raise ValueError(f"table must be uint32 [2], got {_text(table)}")
@@ -197,8 +230,6 @@ def cold_ffn_ffi(table: jax.Array, layer: int, h: jax.Array, active: jax.Array) 
         raise ValueError(f"h must be float32 [T,D], got {_text(h)}")
     if active.dtype != np.bool_ or active.shape != h.shape[:1]:
         raise ValueError(f"active must be bool [{h.shape[0]}], got {_text(active)}")
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(h.shape, np.float32))
-    return call(table, h, active, layer=np.int32(layer))
 
 
 def dot_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:

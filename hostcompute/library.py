@@ -24,7 +24,7 @@ from hostcompute.checks import (
 )
 from hostcompute.numpy_pool import NumpyPool
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 ISA_VARIABLE = "HOSTCOMPUTE_ISA"
 PACKAGE = Path(__file__).parent
 REMEDY = "run `python setup.py build_ext --inplace` in a checkout, or reinstall with a C++17 compiler"
@@ -87,7 +87,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hc_pool_destroy.restype = None
     library.hc_pool_isa.argtypes = (pointer,)
     library.hc_pool_isa.restype = ctypes.c_char_p
-    library.hc_ffn.argtypes = (pointer, pointer, pointer, i64, pointer, i64, i32, f32, i32, *[pointer] * 5)
+    library.hc_ffn.argtypes = (pointer, pointer, pointer, i64, pointer, i64, i32, f32, i32, *[pointer] * 6)
     library.hc_ffn.restype = i64
     library.hc_gather.argtypes = (pointer, pointer, pointer, i64, pointer)
     library.hc_gather.restype = i64
@@ -139,6 +139,7 @@ class HostPool:
         live: npt.NDArray[np.uint8] | None = None,  # [B,C]
         admit: npt.NDArray[np.uint8] | None = None,  # [B,C]
         values: npt.NDArray[np.float32] | None = None,  # [B,C]; only with W = 1
+        weights: npt.NDArray[np.float32] | None = None,  # [B,C]
     ) -> FfnResult:
         """The FFN of every row of x over the chosen units; a unit's rows are read from memory once per call.
 
@@ -147,6 +148,9 @@ class HostPool:
         relu(gate) * relu(up). With two parts it is that of up. Where `admit` is 0 the unit is zero for that row of x.
         With `skip_zeros` up and down are read only where some row of x needs them; without it, and for silu without
         `admit`, always.
+
+        `weights` are a router's: a unit's share of a row is multiplied with its weight. Where that is 0, or `admit`,
+        the unit costs the row nothing, and what no row wants is not read. `live_count` is then that of live neurons.
         """
         known = self._find(bundle)
         if x.dtype != FLOAT32 or x.ndim != 2 or x.shape[1] != known.arena.width or not x.flags.c_contiguous:
@@ -162,6 +166,8 @@ class HostPool:
             check_output("live", live, UINT8, (batch, count))
         if admit is not None:
             check_array("admit", admit, UINT8, (batch, count))
+        if weights is not None:
+            check_array("weights", weights, FLOAT32, (batch, count))
         if values is not None:
             check_values(values, (batch, count), known.arena.rows)
         totals = np.empty(batch + 1, np.int64)
@@ -176,6 +182,7 @@ class HostPool:
             threshold,
             1 if skip_zeros else 0,
             None if admit is None else _address(admit),
+            None if weights is None else _address(weights),
             _address(out),
             None if live is None else _address(live),
             None if values is None else _address(values),

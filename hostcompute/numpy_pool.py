@@ -1,6 +1,7 @@
 """The pool that needs no compiler: same verbs and answers as `HostPool`, one to two orders slower."""
 
-from typing import Self
+from collections.abc import Iterator
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from hostcompute.checks import (
     check_values,
     outside_error,
 )
-from hostcompute.reference import activate
+from hostcompute.reference import activate, wanted_pairs
 
 FLOAT32, INT32, UINT8 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8)
 CHUNK_FLOATS = 1 << 22  # weights converted to float32 at a time
@@ -44,34 +45,40 @@ class NumpyPool:
         live: npt.NDArray[np.uint8] | None = None,  # [B,C]
         admit: npt.NDArray[np.uint8] | None = None,  # [B,C]
         values: npt.NDArray[np.float32] | None = None,  # [B,C]; only with W = 1
+        weights: npt.NDArray[np.float32] | None = None,  # [B,C]
     ) -> FfnResult:
         """See `HostPool.ffn`."""
         self._check(bundle, units)
         activation_code(activation, threshold, bundle.shape[1])
         check_array("x", x, FLOAT32, (None, bundle.shape[3]))
-        marks = np.empty((len(x), len(units)), np.uint8) if live is None else live
-        check_output("live", marks, UINT8, (len(x), len(units)))
+        pairs = (len(x), len(units))
+        marks = np.empty(pairs, np.uint8) if live is None else live
+        check_output("live", marks, UINT8, pairs)
         y = np.empty_like(x) if out is None else out
         check_output("out", y, FLOAT32, x.shape)
-        if admit is not None:
-            check_array("admit", admit, UINT8, (len(x), len(units)))
+        for name, given, dtype in (("admit", admit, UINT8), ("weights", weights, FLOAT32)):
+            if given is not None:
+                check_array(name, given, dtype, pairs)
         if values is not None:
-            check_values(values, (len(x), len(units)), bundle.shape[2])
-        skip_zeros = skip_zeros and (activation != "silu" or admit is not None)
-        total, rows_read = np.zeros_like(x), 0
-        step = max(1, CHUNK_FLOATS // bundle[0].size) if len(bundle) else 1
-        for at in range(0, len(units) if len(x) else 0, step):
-            here = slice(at, at + step)
-            admitted = None if admit is None else admit[:, here]
-            part = _ffn_chunk(x, bundle, units[here], activation, threshold, skip_zeros, admitted)
-            total += part[0]
-            marks[:, here] = part[1]
-            rows_read += part[2]
+            check_values(values, pairs, bundle.shape[2])
+            values[...] = 0
+        skip_zeros = skip_zeros and (activation != "silu" or (admit is not None and weights is None))
+        total, neurons, rows_read = np.zeros_like(x), np.zeros(len(x), np.int64), 0
+        marks[...] = 0
+        for rows, here in _visits(pairs, bundle, admit, weights):
+            at = (rows, here)
+            admitted = None if admit is None else admit[at]
+            part = _ffn_chunk(x[rows], bundle, units[here], activation, threshold, skip_zeros, admitted)
+            h = part.h if weights is None else _weighted(part.h, weights[at])
+            total[rows] += part.down(h)
+            marks[at] = part.live.any(axis=2)
+            neurons[rows] += part.live.sum(axis=(1, 2))
+            rows_read += part.rows_read
             if values is not None:
-                values[:, here] = part[3]
+                values[at] = h
         y[...] = total
-        row_bytes = bundle.shape[3] * bundle.itemsize
-        return FfnResult(y, marks.sum(axis=1, dtype=np.int64), rows_read * row_bytes)
+        counts = marks.sum(axis=1, dtype=np.int64) if weights is None else neurons
+        return FfnResult(y, counts, rows_read * bundle.shape[3] * bundle.itemsize)
 
     def gather(self, bundle: np.ndarray, units: npt.NDArray[np.int32], out: np.ndarray) -> np.ndarray:
         """See `HostPool.gather`."""
@@ -98,6 +105,44 @@ class NumpyPool:
             raise outside_error(units, int(outside[0]), len(bundle))
 
 
+def _visits(
+    pairs: tuple[int, int],
+    bundle: np.ndarray,
+    admit: npt.NDArray[np.uint8] | None,  # [B,C]
+    weights: npt.NDArray[np.float32] | None,  # [B,C]
+) -> Iterator[tuple[npt.NDArray[np.intp] | slice, slice]]:
+    """Which rows meet which units at a time: all rows and some units, or with weights one unit and who wants it."""
+    batch, count = pairs
+    if weights is not None:
+        for c, wanted in enumerate(wanted_pairs(weights, admit).T):
+            if wanted.any():
+                yield np.flatnonzero(wanted), slice(c, c + 1)
+        return
+    step = max(1, CHUNK_FLOATS // bundle[0].size) if len(bundle) else 1
+    for at in range(0, count if batch else 0, step):
+        yield slice(None), slice(at, at + step)
+
+
+def _weighted(h: npt.NDArray[np.float32], weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """h [B,C*W] times the weights [B,C] of its units; zero counts for nothing."""
+    factors = np.repeat(weights, h.shape[1] // weights.shape[1], axis=1)
+    return np.where(h == 0, np.float32(0), h * factors)
+
+
+class _Chunk(NamedTuple):
+    """Units that fit into one conversion, for some rows."""
+
+    h: npt.NDArray[np.float32]  # [B,C*W]
+    live: npt.NDArray[np.bool_]  # [B,C,W]
+    rows_read: int
+    needed: npt.NDArray[np.intp]  # the columns of h whose down rows are read
+    down_rows: npt.NDArray[np.float32]  # [needed,D]
+
+    def down(self, h: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """y [B,D] of this h."""
+        return h[:, self.needed] @ self.down_rows
+
+
 def _ffn_chunk(
     x: npt.NDArray[np.float32],
     bundle: np.ndarray,
@@ -106,8 +151,7 @@ def _ffn_chunk(
     threshold: float,
     skip_zeros: bool,
     admit: npt.NDArray[np.uint8] | None,  # [B,C]
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_], int, npt.NDArray[np.float32]]:
-    """y [B,D], live [B,C], the rows needed and the values [B,C*W], for units that fit into one conversion."""
+) -> _Chunk:
     parts, inner, width = bundle.shape[1:]
 
     def rows(part: int, chosen: np.ndarray | slice) -> npt.NDArray[np.float32]:
@@ -126,8 +170,8 @@ def _ffn_chunk(
         h[:, needed] = np.where(gates == 0, 0, gates * (activate(up, "relu", 0.0) if activation == "drelu" else up))
         if activation == "drelu":
             live, needed = h != 0, _needed(h, skip_zeros)
-    y = h[:, needed] @ rows(parts - 1, needed)
-    return y, live.reshape(len(x), len(units), inner).any(axis=2), rows_read + len(needed), h
+    live = live.reshape(len(x), len(units), inner)
+    return _Chunk(h, live, rows_read + len(needed), needed, rows(parts - 1, needed))
 
 
 def _needed(h: npt.NDArray[np.float32], skip_zeros: bool) -> npt.NDArray[np.intp]:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from dynajax import budget
 from dynajax.budget import MemoryPlan
+from dynajax.checkpoint.spec import spec_of
 from dynajax.config import parse_budget
 from dynajax.errors import FitError
 from dynajax.testing import TINY, TINY_GQA, TINY_TIED, TINY_WIDE_HEADS, random_tensors
+from dynajax.testing.mixtures import MIXTURES, merge_experts
 
 SPECS = {
     "plain": TINY,
@@ -47,6 +50,30 @@ def test_weights_add_up(case, dtype):
     neuron = [ffn[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]
     neuron = [part[0] for part in neuron] + [ffn["model.layers.0.mlp.down_proj.weight"][:, 0]]
     assert budget.unit_bytes(spec, dtype) == sum(part.nbytes for part in neuron)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_weights_of_a_mixture_add_up(family, dtype):
+    """Experts on the host; routers, shared experts and the FFNs of other layers with the rest, some routers float32."""
+    config = MIXTURES[family].config()
+    spec, tensors = spec_of(config, family), merge_experts(MIXTURES[family].tensors(config))
+    size = np.dtype(TYPES[dtype]).itemsize
+    experts = sum(value.size for name, value in tensors.items() if ".experts." in name)
+    table = tensors["model.embed_tokens.weight"].size
+    dense = sum(value.size for value in tensors.values()) - experts - (0 if spec.tied else table)
+    routers = sum(value.size for name, value in tensors.items() if name.endswith("mlp.gate.weight"))
+    wider = (4 - size) * routers if family.startswith("deepseek") else 0
+    assert budget.dense_bytes(spec, dtype) == dense * size + wider
+    assert budget.host_bytes(spec, dtype) == {"units": experts * size, "embed": 0 if spec.tied else table * size}
+    assert budget.host_bytes(spec, dtype, resident=True)["units"] == 0
+    assert budget.unit_bytes(spec, dtype) * spec.units * len(spec.unit_layers) == experts * size
+
+
+def test_latents_are_cached_once_for_all_heads():
+    spec = spec_of(MIXTURES["deepseek_v2"].config(), Path("made"))
+    assert budget.kv_bytes(spec, "bfloat16", 256, 3) == 3 * 256 * spec.layers * (18 + 12) * 2
+    assert budget.kv_bytes(spec_of(MIXTURES["olmoe"].config(), Path("made")), "float32", 8, 1) == 2 * 8 * 3 * 40 * 4
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dynajax.bundles import HostStore, allocate_arena, load_store, one_arena
+from dynajax.bundles import HostStore, allocate_arena, arena_shape, load_store, one_arena
 from dynajax.checkpoint import Checkpoint
+from dynajax.checkpoint.spec import spec_of
 from dynajax.errors import FitError
 from dynajax.testing import TINY, make_checkpoint
 from dynajax.testing.families import write
+from dynajax.testing.mixtures import MIXTURES
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -95,6 +97,14 @@ def test_one_arena_serves_every_layer():
     assert store.arenas[0].shape == (TINY.ffn, 3, 1, TINY.hidden)
     store.arenas[0][:] = 3
     assert (store.arenas[1] == 3).all()
+
+
+def test_layers_without_experts_have_no_arena():
+    spec = spec_of(MIXTURES["deepseek_v2"].config(), Path("made"))
+    store = one_arena(spec, "float32")
+    store.check()
+    assert len(store.arenas) == 2 and store.arenas[0].shape == arena_shape(spec) == (8, 3, 20, 40)
+    assert arena_shape(TINY) == (TINY.ffn, 3, 1, TINY.hidden)
 
 
 def test_an_empty_store_holds_nothing():

@@ -36,7 +36,7 @@ def row(ours: str = "", third: str = "", never: frozenset[str] = frozenset()) ->
 
 
 RUN_TIME = "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer memory programs text"
-ENGINE = f"config plan sampling trace timeline scheduler predictors model_folder chat {RUN_TIME}"
+ENGINE = f"config plan sampling trace timeline scheduler worker mover predictors model_folder chat {RUN_TIME}"
 JAX_STACK = "jax flax numpy ml_dtypes"
 
 # Everybody but `hostcompute` may import `errors`; every unit may import itself.
@@ -67,7 +67,9 @@ TABLE = {
     "pool": row("plan config bundles ops programs hostcompute budget policy.costs", "jax numpy ml_dtypes"),
     "staging": row("", "jax numpy"),
     "transfer": row("plan config bundles ops programs hostcompute budget policy.costs pool staging", "jax numpy"),
-    "scheduler": row("plan config policy pool transfer programs", "jax numpy"),
+    "worker": row("", "jax"),
+    "scheduler": row("plan config policy pool transfer programs worker", "jax numpy"),
+    "mover": row("pool transfer programs bundles worker", "jax numpy"),
     "engine": row(ENGINE, JAX_STACK),
     "reference": row("", "numpy"),
     "verify": row("checkpoint config engine model_folder plan reference text", "jax numpy"),

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dynajax import reference
 from dynajax.checkpoint import Checkpoint, read_spec
 from dynajax.checkpoint.spec import read_config
 from dynajax.convert.gguf import convert_gguf
 from dynajax.ops.rotary import frequencies
-from dynajax.reference import forward
+from dynajax.reference import families, forward, layers, positions
+from dynajax.reference import tensors as by_name
 from dynajax.testing import random_tensors
 from dynajax.testing.families import FAMILIES, write
+from dynajax.testing.mixtures import MIXTURES, make_moe, merge_experts
 from dynajax.verify.files import FromFile
 from tests.gguf_maker import SPEC as GGUF_SPEC
 from tests.gguf_maker import make_gguf
@@ -26,8 +27,9 @@ FILE = "model.safetensors"
 
 
 def made(family, **overrides):
-    config = FAMILIES[family].config(**overrides)
-    return config, FAMILIES[family].tensors(config, seed=3)
+    maker = (FAMILIES | MIXTURES)[family]
+    config = maker.config(**overrides)
+    return config, maker.tensors(config, seed=3)
 
 
 def assert_same(found, expected):
@@ -61,10 +63,23 @@ class Watched(Mapping):
         return name in self._tensors
 
 
+EVERY = [*FAMILIES, *MIXTURES]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_tensor_is_let_go_before_the_next_is_asked_for(family, dtype):
     config, tensors = made(family)
+    check_that_tensors_are_let_go(config, tensors, dtype)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "granitemoe"])
+def test_merged_experts_are_let_go_too(family):
+    config, tensors = made(family)
+    check_that_tensors_are_let_go(config, merge_experts(tensors), np.float32)
+
+
+def check_that_tensors_are_let_go(config, tensors, dtype):
     watched = Watched({name: value.astype(dtype) for name, value in tensors.items()})
     assert_same(forward(config, watched, TOKENS), forward(config, tensors, TOKENS))
     assert watched.most_alive == 0
@@ -76,7 +91,7 @@ def test_a_tensor_is_let_go_before_the_next_is_asked_for(family, dtype):
 def test_the_head_is_made_float64_piece_by_piece(monkeypatch):
     config, tensors = made("llama")
     whole = forward(config, tensors, TOKENS)
-    monkeypatch.setattr(reference, "HEAD_ROWS", 7)
+    monkeypatch.setattr(by_name, "HEAD_ROWS", 7)
     assert_same(forward(config, tensors, TOKENS), whole)
 
 
@@ -120,6 +135,14 @@ def test_a_file_may_call_its_tensors_otherwise(tmp_path, family, old, new):
     renamed = {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
     assert renamed.keys() != tensors.keys()
     save_file(renamed, folder / FILE)
+    assert_same(forward(read_config(folder), FromFile(Checkpoint.open(folder)), TOKENS), wanted)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_found_in_files_of_both_kinds(tmp_path, family, merged):
+    folder = make_moe(tmp_path, family, merged=merged)
+    wanted = forward(read_config(folder), load_file(folder / FILE), TOKENS)
     assert_same(forward(read_config(folder), FromFile(Checkpoint.open(folder)), TOKENS), wanted)
 
 
@@ -183,7 +206,7 @@ def test_rotary_positions_are_those_of_the_engine(tmp_path, spelled):
     (tmp_path / "config.json").write_text(json.dumps(base | spelled))
     rope = read_spec(tmp_path).rope
     assert rope is not None
-    turns = reference._turns(base | spelled, 40, 32)
+    turns = positions.turns(base | spelled, 40, 32)
     expected = rope.attention_factor * np.exp(1j * np.outer(np.arange(40), frequencies(rope, 32).astype(np.float64)))
     np.testing.assert_allclose(turns, expected, rtol=0, atol=1e-5)
 
@@ -191,15 +214,15 @@ def test_rotary_positions_are_those_of_the_engine(tmp_path, spelled):
 def test_a_window_that_is_not_mentioned_is_4096_and_null_is_none():
     config, _ = made("mistral")
     del config["sliding_window"]
-    assert reference._window(config, 0) == 4096
-    assert reference._window({**config, "sliding_window": None}, 0) is None
-    assert reference._window({**config, "model_type": "llama"}, 0) is None
+    assert families.window(config, 0) == 4096
+    assert families.window({**config, "sliding_window": None}, 0) is None
+    assert families.window({**config, "model_type": "llama"}, 0) is None
 
 
 def test_silu_of_large_numbers_is_their_limit():
     x = np.array([-1e4, -800.0, -1.0, 0.0, 1.0, 800.0])
     for name in ("silu", "swish"):
-        found = reference._activation(name, 0.0)(x)
+        found = layers.activation(name, 0.0)(x)
         np.testing.assert_allclose(found, [0, 0, -1 / (1 + math.e), 0, 1 / (1 + math.exp(-1)), 800], atol=1e-12)
 
 
@@ -225,7 +248,7 @@ def test_opt_need_not_say_that_nothing_is_projected():
     assert_same(forward({**config, "word_embed_proj_dim": None}, tensors, TOKENS), forward(config, tensors, TOKENS))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_it_computes_what_the_tests_oracle_does(family):
     oracle = pytest.importorskip("dynajax.testing.oracle")
     config, tensors = made(family)

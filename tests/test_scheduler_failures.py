@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynajax import scheduler as module
+from dynajax import worker as module
 from dynajax.errors import EngineError, NumericalError
 from tests.scheduler_cases import LAYERS, ROW, SOON, plan_of, ran, schedulers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-SHIPPED = {"tiny-relullama": "tiny-relullama"}  # alias -> folder below dynajax/assets
+SHIPPED = {"tiny-relullama": "tiny-relullama", "tiny-moe": "tiny-moe"}  # alias -> folder below dynajax/assets
 FETCHED = ("smollm2-135m",)  # made by scripts/fetch_model.py in the cache folder
 HUB = {  # alias -> repository on the Hugging Face hub
     "relullama-7b": "SparseLLM/ReluLLaMA-7B",
@@ -20,17 +20,14 @@ HUB = {  # alias -> repository on the Hugging Face hub
     "opt-125m": "facebook/opt-125m",
     "opt-1.3b": "facebook/opt-1.3b",
     "opt-6.7b": "facebook/opt-6.7b",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
+    "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0125",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "granite-1b-a400m": "ibm-granite/granite-3.1-1b-a400m-base",
 }
-EXPERTS = (  # mixtures of experts: known by name, not run by this version
-    "mixtral-8x7b",
-    "qwen3-30b-a3b",
-    "qwen1.5-moe-a2.7b",
-    "olmoe-1b-7b",
-    "deepseek-v2-lite",
-    "granite-1b-a400m",
-    "switch-base-8",
-    "tiny-moe",
-)
+EXPERTS = ("switch-base-8",)  # mixtures of experts known by name, not run by this version
 PREDICTOR_REPOS = {  # alias -> repository of model_<layer>.pt pickles, trained for that model
     "relullama-7b": "PowerInfer/ReluLLaMA-7B-Predictor",
     "relullama-13b": "PowerInfer/ReluLLaMA-13B-Predictor",

@@ -1,39 +1,15 @@
-"""The dense families: how each one's config.json spells what every model has, and what it has of its own."""
+"""The families: how each one's config.json spells what every model has, and what it has of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
+from dynajax.checkpoint.family import QWEN_READS, Family, Traits, biases, no_sliding_window
 from dynajax.checkpoint.fields import Fields, found
+from dynajax.checkpoint.mixtures import MIXTURES
 from dynajax.checkpoint.wording import quoted
-from dynajax.config import ActivationKind, Layout
-
-Traits = dict[str, Any]  # fields of ModelSpec
-
-
-def _no_traits(fields: Fields) -> Traits:
-    return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One `model_type`. A value the answer depends on must be in the file, but for what `defaults` names: there every
-    reader of such files agrees."""
-
-    architectures: tuple[str, ...]
-    layout: Layout = "llama"
-    rename: Mapping[str, str] = field(default_factory=dict)  # llama's name of a key -> this family's
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    reads: frozenset[str] = frozenset()  # keys that other families must not have
-    activations: Mapping[str, ActivationKind] | None = None  # what hidden_act means here, if not what it says
-    traits: Callable[[Fields], Traits] = _no_traits
 
 
 def _llama(fields: Fields) -> Traits:
-    attention = fields.flag("attention_bias", False)
-    return {"qkv_bias": attention, "o_bias": attention, "ffn_bias": fields.flag("mlp_bias", False)}
+    return biases(fields) | {"ffn_bias": fields.flag("mlp_bias", False)}
 
 
 def _mistral(fields: Fields) -> Traits:
@@ -88,14 +64,13 @@ def _falcon(fields: Fields) -> Traits:
 
 
 def _qwen2(fields: Fields) -> Traits:
-    if fields.flag("use_sliding_window", False):
-        fields.complain("use_sliding_window true is not implemented")
+    no_sliding_window(fields)
     return {"qkv_bias": True}
 
 
 def _qwen3(fields: Fields) -> Traits:
-    bias = fields.flag("attention_bias", False)
-    return _qwen2(fields) | {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
+    no_sliding_window(fields)
+    return biases(fields) | {"qk_norm": True}
 
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
@@ -106,7 +81,6 @@ _FALCON_NAMES = {
     "intermediate_size": "ffn_hidden_size",
 }
 _OPT_NAMES = {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}
-_QWEN_READS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(architectures=("LlamaForCausalLM",), reads=_BIASES, traits=_llama),
@@ -127,8 +101,8 @@ FAMILIES: dict[str, Family] = {
         reads=frozenset({"scale_emb", "scale_depth", "dim_model_base"}),
         traits=_minicpm,
     ),
-    "qwen2": Family(architectures=("Qwen2ForCausalLM",), reads=_QWEN_READS, traits=_qwen2),
-    "qwen3": Family(architectures=("Qwen3ForCausalLM",), reads=_QWEN_READS | {"attention_bias"}, traits=_qwen3),
+    "qwen2": Family(architectures=("Qwen2ForCausalLM",), reads=QWEN_READS, traits=_qwen2),
+    "qwen3": Family(architectures=("Qwen3ForCausalLM",), reads=QWEN_READS | {"attention_bias"}, traits=_qwen3),
     "opt": Family(
         architectures=("OPTForCausalLM",),
         layout="opt",
@@ -144,4 +118,5 @@ FAMILIES: dict[str, Family] = {
         reads=frozenset({"bias", "alibi", "parallel_attn", "multi_query"}),
         traits=_falcon,
     ),
+    **MIXTURES,
 }

@@ -112,28 +112,47 @@ class Checkpoint:
         return tuple(self._read(part, dtype) for part in parts)
 
     def attention(self, layer: int, dtype: str) -> dict[str, npt.NDArray]:
-        """One layer's weights outside its units, under the parameter names of `AttentionBlock`."""
+        """One layer's attention and norms, under the parameter names of `AttentionBlock` or `LatentAttentionBlock`."""
         parts = mapping.attention_parts(self.spec)
-        fused = self._read("qkv", dtype, layer) if mapping.stored_as("q", self.spec) == "qkv" else None
+        fused = {name: self._read(name, dtype, layer) for name in ("qkv", "kv_up") if (name, layer) in self.tensors}
         weights = {}
         for part in parts:
-            if fused is not None and part in ("q", "k", "v"):
-                weights[part] = np.concatenate([fused[rows] for rows in mapping.fused_rows(part, self.spec)])
+            stored_as = mapping.stored_as(part, self.spec)
+            if stored_as in fused:
+                rows = mapping.fused_rows(part, self.spec)
+                weights[part] = np.concatenate([fused[stored_as][taken] for taken in rows])
             else:
-                weights[part] = self._read(mapping.stored_as(part, self.spec), dtype, layer)
+                weights[part] = self._read(stored_as, dtype, layer)
+        return weights
+
+    def routing(self, layer: int, dtype: str) -> dict[str, npt.NDArray]:
+        """What a layer of a mixture of experts has for every token, under the parameter names of `RoutingBlock`: router
+        [E, D], float32 where the model says so, and gate, up and down [X, D], down's columns as rows."""
+        weights = {}
+        for name, part in mapping.routing_parts(self.spec, layer).items():
+            if name == "down":
+                stored = self._stored(part, layer)
+                weights[name] = np.empty(stored.shape[::-1], numpy_dtype(dtype))
+                read_transposed_into(stored, weights[name])
+            else:
+                weights[name] = self._read(part, self.spec.routing_dtype(name, dtype), layer)
         return weights
 
     def fill_bundle(self, layer: int, out: npt.NDArray) -> None:
-        """Write one layer's units into `out` [F, P, 1, W]: gate row, up row, down column of each neuron.
+        """Write one layer's units into `out` [units, P, W, D], contiguous: gate rows, up rows, down columns of each.
 
-        With biases the column behind a row holds the neuron's own (see `ModelSpec.unit_width`), the rest zeros.
+        A unit is a neuron, W = 1, or an expert, W neurons. With biases the column behind a row holds the neuron's own
+        (see `ModelSpec.unit_width`), the rest zeros.
         """
         spec = self.spec
-        shape = (spec.ffn, spec.ffn_parts, 1, spec.unit_width)
+        shape = (spec.units, spec.ffn_parts, spec.unit_rows, spec.unit_width)
         if out.shape != shape:
             raise ValueError(f"out must have the shape {shape}, got {out.shape}")
         if out.dtype not in STORED_DTYPES.values():
             raise ValueError(f"out must be float32, float16 or bfloat16, got {out.dtype}")
+        if spec.experts is not None:
+            self._fill_experts(layer, out)
+            return
         out[..., spec.hidden :] = 0
         for index, part in enumerate(mapping.unit_parts(spec)):
             rows = out[:, index, 0, : spec.hidden]
@@ -143,6 +162,24 @@ class Checkpoint:
                 read_into(self._stored(part, layer), rows)
                 if spec.ffn_bias:
                     read_into(self._stored(f"{part}_bias", layer), out[:, index, 0, spec.hidden])
+
+    def _fill_experts(self, layer: int, out: npt.NDArray) -> None:
+        """One expert after the other, straight from its tensors or from its share of a layer's."""
+        if layer not in self.spec.unit_layers:
+            raise ValueError(f"layer must be one that has experts, {self.spec.unit_layers}, got {layer}")
+        for expert, unit in enumerate(out):
+            for part, rows in zip(mapping.unit_parts(self.spec), unit, strict=True):
+                stored = self._expert(part, layer, expert)
+                (read_transposed_into if part == "down" else read_into)(stored, rows)
+
+    def _expert(self, part: str, layer: int, expert: int) -> Stored:
+        """Where an expert's gate or up [W, D] or down [D, W] lies."""
+        width, hidden = self.spec.unit_rows, self.spec.hidden
+        if (alone := self.tensors.get((mapping.expert_part(part, expert), layer))) is not None:
+            return alone
+        if part == "down":
+            return self.tensors["experts_down", layer].piece(expert, (hidden, width))
+        return self.tensors["experts_gate_up", layer].piece(2 * expert + (part == "up"), (width, hidden))
 
     def _stored(self, part: str, layer: int | None = None) -> Stored:
         if layer is not None and not 0 <= layer < self.spec.layers:
@@ -198,8 +235,10 @@ def _index_problems(shards: Sequence[Shard], weight_map: dict[str, str] | None) 
 def _match(found: dict[str, Stored], spec: ModelSpec) -> tuple[dict[mapping.Key, Stored], list[str]]:
     """The expected tensors among those found, and every problem with them."""
     prefix = mapping.prefix_of(found, spec)
-    names = {key: mapping.tensor_name(key[0], spec, key[1], prefix) for key in mapping.expected(spec)}
-    wanted = {names[key]: shape for key, shape in mapping.expected(spec).items()}
+    merged = mapping.is_merged(found.keys(), spec, prefix)
+    shapes = mapping.expected(spec, merged=merged)
+    names = {(part, layer): mapping.tensor_name(part, spec, layer, prefix, merged=merged) for part, layer in shapes}
+    wanted = {names[key]: shape for key, shape in shapes.items()}
     head = mapping.tensor_name("head", spec, prefix=prefix)
     problems = []
     missing = wanted.keys() - found.keys()

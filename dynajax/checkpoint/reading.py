@@ -43,7 +43,7 @@ def numpy_dtype(name: str) -> np.dtype:
 def read_into(stored: Stored, out: npt.NDArray) -> None:
     """Fill `out`, of the stored shape (rows may be strided), rounding to its type."""
     assert out.shape == stored.shape, (stored.name, out.shape, stored.shape)
-    rows = out if out.ndim == 2 else out.reshape(1, -1)
+    rows = out if out.ndim == 2 else out.reshape(-1, out.shape[-1])  # of one or three axes: contiguous
     width = 4 if stored.dtype in QUANTISED else STORED_DTYPES[stored.dtype].itemsize
     per_block = max(1, _BLOCK_BYTES // (width * rows.shape[1]))
     order = None if stored.rotary_heads is None else rotary_order(rows.shape[0], stored.rotary_heads)

@@ -44,6 +44,12 @@ def read_rope(fields: Fields) -> Rope:
     return next((rope for rope in scaled if rope.kind != "default"), Rope(theta=theta))
 
 
+def has_base(fields: Fields) -> bool:
+    """Whether the file says what the rotary base is."""
+    tables = [table for name in ("rope_parameters", "rope_scaling") if isinstance(table := fields.get(name), dict)]
+    return any(table.get("rope_theta") is not None for table in (fields.config, *tables))
+
+
 def _scaled(fields: Fields, name: str, table: dict[str, Any], theta: float) -> Rope:
     spelled = table.get("rope_type", table.get("type"))
     kind = KINDS.get(spelled) if isinstance(spelled, str | None) else None
@@ -89,14 +95,27 @@ def _scaled(fields: Fields, name: str, table: dict[str, Any], theta: float) -> R
     )
 
 
+def latent_scale(fields: Fields) -> float:
+    """By what DeepSeek's `mscale_all_dim` multiplies the scores of attention, in a scaling that `read_rope` accepts."""
+    for name in ("rope_parameters", "rope_scaling"):
+        table = fields.get(name)
+        if isinstance(table, dict) and table.get("rope_type", table.get("type")) not in (None, "default"):
+            weight = table.get("mscale_all_dim")
+            if not weight:
+                return 1.0
+            weight = fields.number(f"{name}.mscale_all_dim", weight, positive=True)
+            return _growth(weight, fields.number(f"{name}.factor", table.get("factor"), positive=True)) ** 2
+    return 1.0
+
+
+def _growth(weight: float, factor: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
 def _attention_factor(table: dict[str, Any], factor: float, number: Any) -> float:
     """What yarn multiplies cosine and sine with: as given, else 0.1 ln(factor) + 1 (Peng et al. 2023, section 3.4)."""
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
-
     if table.get("attention_factor") is not None:
         return number("attention_factor")
     if table.get("mscale") and table.get("mscale_all_dim"):
-        return scale(number("mscale")) / scale(number("mscale_all_dim"))
-    return scale(1.0)
+        return _growth(number("mscale"), factor) / _growth(number("mscale_all_dim"), factor)
+    return _growth(1.0, factor)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -51,6 +52,14 @@ class Stored:
     offset: int  # from the start of the file
     nbytes: int
     rotary_heads: int | None = None  # rows are stored interleaved, as GGUF's llama has q and k: see reading.py
+
+    def piece(self, index: int, shape: tuple[int, ...]) -> Stored:
+        """The `index`-th of the equal consecutive tensors of that shape that this one is made of."""
+        pieces = prod(self.shape) // prod(shape)
+        assert 0 <= index < pieces and self.rotary_heads is None, (self.name, index, shape)
+        nbytes = self.nbytes // pieces
+        offset = self.offset + index * nbytes
+        return replace(self, name=f"{self.name}[{index}]", shape=shape, offset=offset, nbytes=nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
 Members: version (int), fingerprint (text), frequency (float32 [L, F], the share of tokens for which the
 neuron was live), tokens (int, how many were counted); and, if `collect-stats` wrote it, mass (float32 [L, F], mean
 |activation| x |down row|) and cosine (float32 [L, 3], of a layer's FFN input with that 1, 2, 3 layers on).
+
+Of a mixture of experts F is E, frequency the share of tokens that went to the expert, and L counts the layers that have
+experts.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def read_stats(path: Path, spec: ModelSpec, fingerprint: str | None) -> npt.NDAr
 
     fingerprint None: the weights are not at hand (planning by the config alone), only the shape is compared.
     """
-    shape = (spec.layers, spec.ffn)
+    shape = (len(spec.unit_layers), spec.units)
     where = located(path)
     if not path.is_file():
         raise StorageError(f"no statistics file {where}")
@@ -76,7 +79,7 @@ def read_contributions(
     path: Path, spec: ModelSpec
 ) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None]:
     """(mass [L, F], cosine [L, 3]) of a file that `read_stats` accepts; None for what it has not."""
-    shapes = {"mass": (spec.layers, spec.ffn), "cosine": (spec.layers, 3)}
+    shapes = {"mass": (len(spec.unit_layers), spec.units), "cosine": (spec.layers, 3)}
     with np.load(path, allow_pickle=False) as archive:
         found = {name: archive[name] for name in shapes if name in archive}
     for name, array in found.items():

@@ -10,6 +10,9 @@ import typer
 
 from dynajax.cli.options import OutputFlags
 from dynajax.cli.output import table, write_json, write_out
+from dynajax.errors import UsageError
+
+HELDOUT = Path("tests/data/heldout")
 
 
 def build_corpus(
@@ -40,19 +43,23 @@ def build_corpus(
 
 def train_tiny(
     output: OutputFlags,
+    arch: Annotated[str, typer.Option(help="relullama: dense, ReLU; moe: a mixture of experts.")] = "relullama",
     corpus: Annotated[Path, typer.Option(help="Folder written by build-corpus.")] = Path("corpus"),
-    run: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("runs/tiny-relullama"),
-    sample: Annotated[Path, typer.Option(help="Held-out texts for the model card.")] = Path("tests/data/heldout"),
+    run: Annotated[Path | None, typer.Option(help="Folder of the checkpoints.", show_default="runs/NAME")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the tokenizer; the model is put there.")] = Path("runs/tiny"),
     minutes: Annotated[float, typer.Option(help="Training time in all, resumed parts included.")] = 90.0,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
 ) -> None:
-    """Train tiny-relullama and write an ordinary Hugging Face folder with a model card."""
+    """Train tiny-relullama or tiny-moe and write an ordinary Hugging Face folder with a model card. Its held-out texts
+    are those of tests/data/heldout."""
     logging.getLogger("absl").setLevel(logging.WARNING)
-    from dynajax.training.tiny import Folders, train_tiny
+    from dynajax.training.tiny import ARCHITECTURES, Folders, train_tiny
 
-    measured = train_tiny(Folders(corpus, sample, run, out), minutes=minutes, seed=seed, resume=resume)
+    if arch not in ARCHITECTURES:
+        raise UsageError(f"--arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+    folders = Folders(corpus, HELDOUT, run or Path("runs") / ARCHITECTURES[arch][0], out)
+    measured = train_tiny(folders, arch, minutes=minutes, seed=seed, resume=resume)
     if output.json:
         write_json(measured.to_json())
     else:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.engine.mixture.figures import experts_of, mixture_layers_of
 from dynajax.engine.opening import Parts
 from dynajax.engine.plans import Plans
 from dynajax.engine.result import Units, ratio
@@ -21,6 +22,8 @@ ALARM_UNITS = 200  # live neurons that must have been looked for
 
 def units_of(parts: Parts) -> Units:
     """Shares weighted by counts over layers and decoded tokens."""
+    if parts.prepared.spec.experts is not None:
+        return experts_of(parts)
     return _counted(parts) if parts.plans is None else _planned(parts, parts.plans)
 
 
@@ -73,6 +76,8 @@ def _planned(parts: Parts, plans: Plans) -> Units:
 def layers_of(parts: Parts) -> list[dict[str, Any]]:
     """One record a layer of what `stats` tells of decoding, of the last generation."""
     plans = parts.plans
+    if parts.mixture is not None:
+        return mixture_layers_of(parts.mixture)
     if plans is None or plans.runner.scheduler is None:
         return []
     scheduler, books = plans.runner.scheduler, plans.runner.ledger.books

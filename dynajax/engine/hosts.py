@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.config import ModelSpec
 from dynajax.engine.cold import ColdSide
+from dynajax.engine.mixture.cold import ColdExperts
+from dynajax.engine.mixture.groups import Routed
 from dynajax.errors import UsageError
 from dynajax.programs.cache import HostCall
 from hostcompute import ffi
-from hostcompute.callback import CallbackSlot, cold_ffn_callback
+from hostcompute.callback import CallbackSlot, cold_experts_callback, cold_ffn_callback
 
 Rows = npt.NDArray[np.float32]
 
@@ -35,7 +38,7 @@ class Host(Protocol):
     def handle(self) -> npt.NDArray[np.uint32]:
         """The programs' operand [2] that says whose host is meant."""
 
-    def attach(self, cold: ColdSide) -> None:
+    def attach(self, cold: ColdSide | ColdExperts) -> None:
         """The weights are loaded: what to compute from now on."""
 
     def running(self, active: npt.NDArray[np.bool_]):
@@ -55,7 +58,8 @@ class CallbackHost:
     def call(self, handle: jax.Array, layer: int, h: jax.Array, active: jax.Array) -> jax.Array:
         return cold_ffn_callback(self._compute, jnp.int32(layer), h, self._slot)
 
-    def attach(self, cold: ColdSide) -> None:
+    def attach(self, cold: ColdSide | ColdExperts) -> None:
+        assert isinstance(cold, ColdSide)
         self._cold = cold
 
     def running(self, active: npt.NDArray[np.bool_]) -> CallbackSlot:
@@ -68,16 +72,42 @@ class CallbackHost:
         return self._cold.run_active(layer, h, self._active)
 
 
+class ExpertsCallbackHost:
+    """The same for experts."""
+
+    handle = np.zeros(2, np.uint32)
+
+    def __init__(self) -> None:
+        self._slot = CallbackSlot()
+        self._cold: ColdExperts | None = None
+        self._active: npt.NDArray[np.bool_] = np.ones(0, np.bool_)
+
+    def call(self, handle, layer: int, h: jax.Array, ids: jax.Array, weights: jax.Array, active) -> jax.Array:
+        return cold_experts_callback(self._compute, jnp.int32(layer), h, ids, weights, self._slot)
+
+    def attach(self, cold: ColdSide | ColdExperts) -> None:
+        assert isinstance(cold, ColdExperts)
+        self._cold = cold
+
+    def running(self, active: npt.NDArray[np.bool_]) -> CallbackSlot:
+        self._active = active
+        return self._slot
+
+    def _compute(self, layer: int, h: Rows, ids: npt.NDArray[np.int32], weights: Rows) -> Rows:
+        """Runs on the host while the program waits."""
+        assert self._cold is not None, "no weights were attached"
+        return self._cold.run_absent(layer, h, Routed(ids, weights), self._active)
+
+
 class FfiHost:
     """See the head of this file."""
 
-    call = staticmethod(ffi.cold_ffn_ffi)
-
-    def __init__(self, layers: int):
-        self._table = ffi.HostTable(layers)
+    def __init__(self, spec: ModelSpec):
+        self.call: HostCall = ffi.cold_ffn_ffi if spec.experts is None else ffi.cold_experts_ffi
+        self._table = ffi.HostTable(len(spec.unit_layers))
         self.handle = self._table.address
 
-    def attach(self, cold: ColdSide) -> None:
+    def attach(self, cold: ColdSide | ColdExperts) -> None:
         cold.share(self._table)
 
     @contextmanager
@@ -94,7 +124,7 @@ class NoHost:
     call = None
     handle = np.zeros(2, np.uint32)
 
-    def attach(self, cold: ColdSide) -> None:
+    def attach(self, cold: ColdSide | ColdExperts) -> None:
         """Nothing is left to compute."""
 
     @contextmanager
@@ -119,13 +149,13 @@ def offload_mode(wanted: str, platform: str) -> str:
     return "ffi" if reason is None else "threads"
 
 
-def make_host(mode: str, layers: int) -> Host | None:
+def make_host(mode: str, spec: ModelSpec) -> Host | None:
     """The host of a mode's programs; None in threads mode, which calls the host between them."""
     match mode:
         case "callback":
-            return CallbackHost()
+            return CallbackHost() if spec.experts is None else ExpertsCallbackHost()
         case "ffi":
-            return FfiHost(layers)
+            return FfiHost(spec)
         case "resident":
             return NoHost()
     return None

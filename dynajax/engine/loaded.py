@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from dynajax.bundles import HostStore
 from dynajax.engine.cold import ColdSide
+from dynajax.engine.mixture.cold import ColdExperts
+from dynajax.engine.mixture.layers import MixtureLayers
 from dynajax.engine.threads import ThreadsRunner
 from dynajax.engine.weights import DenseWeights
 from dynajax.pool import DevicePool
@@ -22,5 +24,5 @@ class Loaded:
     store: HostStore
     pool: DevicePool
     host: HostPool | NumpyPool
-    cold: ColdSide
-    layers: ThreadsRunner
+    cold: ColdSide | ColdExperts
+    layers: ThreadsRunner | MixtureLayers

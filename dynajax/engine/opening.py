@@ -19,21 +19,27 @@ from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.loaded import Loaded
+from dynajax.engine.mixture.cold import ColdExperts
+from dynajax.engine.mixture.layers import MixtureLayers
+from dynajax.engine.mixture.mixture import Mixture, make_mixture
+from dynajax.engine.mixture.runner import MixtureRunner
+from dynajax.engine.mixture.token import MixtureTokenRunner
 from dynajax.engine.planned import PlannedRunner
-from dynajax.engine.planning import Prepared, load_statistics, prepare
+from dynajax.engine.planning import Prepared, load_frequency, load_statistics, prepare
 from dynajax.engine.plans import Plans, make_plans
 from dynajax.engine.stepper import Stepper
 from dynajax.engine.threads import ThreadsRunner
 from dynajax.engine.token import TokenRunner
-from dynajax.engine.weights import load_dense
+from dynajax.engine.weights import DenseWeights, load_dense
 from dynajax.errors import UsageError
 from dynajax.memory import PeakMeter
 from dynajax.model_folder import model_folder
 from dynajax.pool import DevicePool
+from dynajax.programs import MixturePrograms
 from dynajax.text import Tokenizer, load_tokenizer
 from dynajax.timeline import Lanes
 from dynajax.trace import Recorder
-from dynajax.transfer import Transfer, fill_pool
+from dynajax.transfer import Transfer, UnitTransfer, fill_pool, fill_units
 from hostcompute import HostPool, NumpyPool, default_threads, open_pool
 
 log = logging.getLogger(__name__)
@@ -47,9 +53,10 @@ class Parts:
     prepared: Prepared
     tokenizer: Tokenizer | None
     known: npt.NDArray[np.bool_] | None  # [V] ids that the tokenizer has; a table may hold more rows
-    runner: ThreadsRunner | TokenRunner | PlannedRunner
+    runner: ThreadsRunner | TokenRunner | PlannedRunner | MixtureRunner | MixtureTokenRunner
     loaded: Loaded
-    plans: Plans | None  # where decoding goes by plans
+    plans: Plans | None  # where decoding goes by plans of neurons
+    mixture: Mixture | None  # or of experts
     fingerprint: str  # of the weights
     stepper: Stepper
     meter: PeakMeter
@@ -67,11 +74,11 @@ class Parts:
         return self.loaded.pool
 
     @property
-    def cold(self) -> ColdSide:
+    def cold(self) -> ColdSide | ColdExperts:
         return self.loaded.cold
 
     @property
-    def layers(self) -> ThreadsRunner:
+    def layers(self) -> ThreadsRunner | MixtureLayers:
         """The runner itself, or what that prefills with."""
         return self.loaded.layers
 
@@ -98,7 +105,8 @@ class Parts:
     @property
     def policy(self) -> str:
         """The policy that runs: another than was prepared once dynamic placement was given up."""
-        if self.plans is not None and self.plans.runner.gave_up:
+        planned = self.plans or self.mixture
+        if planned is not None and planned.runner.gave_up:
             return "static"
         return self.prepared.strategy.policy
 
@@ -122,20 +130,20 @@ class Parts:
     def close(self) -> None:
         """Check the books; the threads end in any case."""
         try:
-            if self.plans is not None:
-                self.plans.check()
+            if (planned := self.plans or self.mixture) is not None:
+                planned.check()
             self.pool.check()
             self.store.check()
         finally:
-            if self.plans is not None:
-                self.plans.close()
+            if planned is not None:
+                planned.close()
             self.cold.close()
 
     def recover(self) -> None:
         """After a failed step: fresh caches, and where plans moved neurons a fresh pool and a fresh scheduler."""
         self.stepper.reset_state()
-        if self.plans is not None:
-            self.plans.restart()
+        if (planned := self.plans or self.mixture) is not None:
+            planned.restart()
 
 
 def open_parts(
@@ -174,23 +182,50 @@ def load_units(
     spec, programs, dtype = checkpoint.spec, prepared.programs, prepared.host_dtype
     if prepared.host_mode != "resident":
         store = load_store(checkpoint, dtype, on_loaded)
+        if spec.experts is not None:
+            fill_units(UnitTransfer(store, programs), pool, prepared.placement, on_placed)
+            return store
         fill_pool(Transfer(store, pool, programs, host, prepared.fill_piece), pool, prepared.placement, on_placed)
         return store
     store = one_arena(spec, dtype)
 
     def load(layer: int) -> None:
         """A layer's units into the arena that serves every layer."""
-        checkpoint.fill_bundle(layer, store.arenas[0])
+        checkpoint.fill_bundle(spec.unit_layers[layer], store.arenas[0])
         on_loaded(layer)
 
+    if spec.experts is not None:
+        fill_units(UnitTransfer(store, programs), pool, prepared.placement, on_placed, load)
+        return HostStore(())
     fill_pool(Transfer(store, pool, programs, host, prepared.fill_piece), pool, prepared.placement, on_placed, load)
     return HostStore(())
+
+
+def make_mixture_runner(
+    prepared: Prepared, config: EngineConfig, loaded: Loaded, fingerprint: str
+) -> tuple[MixtureRunner | MixtureTokenRunner, Mixture | None]:
+    """What decodes a mixture of experts, and what drives it where it goes by plans."""
+    layers = loaded.layers
+    assert isinstance(layers, MixtureLayers) and isinstance(loaded.cold, ColdExperts)
+    if prepared.host is not None:
+        prepared.host.attach(loaded.cold)
+        return MixtureTokenRunner(layers, prepared.host), None
+    mixture = make_mixture(
+        prepared,
+        layers,
+        loaded.store,
+        load_frequency(config.stats, prepared.folder, prepared.spec, fingerprint),
+        staging=config.staging,
+        deterministic=config.deterministic,
+    )
+    return mixture.runner, mixture
 
 
 def make_runner(
     prepared: Prepared, config: EngineConfig, loaded: Loaded, fingerprint: str
 ) -> tuple[ThreadsRunner | TokenRunner | PlannedRunner, Plans | None]:
     """What decodes, and what drives it where it goes by plans."""
+    assert isinstance(loaded.layers, ThreadsRunner) and isinstance(loaded.cold, ColdSide)
     if prepared.strategy.planned:
         spec, skip_zeros = prepared.spec, prepared.strategy.sparsity != "dense"
         plans = make_plans(
@@ -207,6 +242,25 @@ def make_runner(
         prepared.host.attach(loaded.cold)
         return TokenRunner(loaded.programs, loaded.weights, loaded.pool, prepared.host, loaded.layers), None
     return loaded.layers, None
+
+
+def halves(
+    prepared: Prepared,
+    weights: DenseWeights,
+    store: HostStore,
+    pool: DevicePool,
+    host: HostPool | NumpyPool,
+    meter: PeakMeter,
+) -> Loaded:
+    """The two halves of every layer, neurons or experts."""
+    spec, programs = prepared.spec, prepared.programs
+    if isinstance(programs, MixturePrograms):
+        cold = ColdExperts(store, pool, host, spec.activation)
+        layers = MixtureLayers(programs, weights, pool, cold, meter.sample)
+    else:
+        cold = ColdSide(store, pool, host, spec.activation, skip_zeros=prepared.strategy.sparsity != "dense")
+        layers = ThreadsRunner(programs, weights, pool, cold, meter.sample)
+    return Loaded(programs=programs, weights=weights, store=store, pool=pool, host=host, cold=cold, layers=layers)
 
 
 def load_parts(
@@ -227,26 +281,27 @@ def load_parts(
         return lambda layer: progress("load", before + layer + 1, 2 * spec.layers)
 
     weights = load_dense(checkpoint, programs, device, prepared.host_dtype, loaded(0))
-    pool = DevicePool(placement.slots, spec.ffn_parts, 1, spec.unit_width, programs.shapes.pool_type, spec.ffn)
+    kind, rows = programs.shapes.pool_type, spec.unit_rows
+    pool = DevicePool(placement.slots, spec.ffn_parts, rows, spec.unit_width, kind, spec.units)
     host = open_pool(host_threads(config))
 
     def placed(layer: int) -> None:
         progress("place", layer + 1, spec.layers)
 
     store = load_units(checkpoint, prepared, pool, host, loaded(spec.layers), placed)
-    skip_zeros = prepared.strategy.sparsity != "dense"
-    cold = ColdSide(store, pool, host, spec.activation, skip_zeros=skip_zeros)
-    layers = ThreadsRunner(programs, weights, pool, cold, meter.sample)
-    machine = Loaded(programs=programs, weights=weights, store=store, pool=pool, host=host, cold=cold, layers=layers)
+    machine = halves(prepared, weights, store, pool, host, meter)
     fingerprint = checkpoint.fingerprint()
-    plans = None
+    plans = mixture = None
     try:
-        runner, plans = make_runner(prepared, config, machine, fingerprint)
+        if spec.experts is None:
+            runner, plans = make_runner(prepared, config, machine, fingerprint)
+        else:
+            runner, mixture = make_mixture_runner(prepared, config, machine, fingerprint)
         stepper = Stepper(programs, weights, runner, meter.sample)
     except BaseException:
-        if plans is not None:
-            plans.close()
-        cold.close()
+        if (planned := plans or mixture) is not None:
+            planned.close()
+        machine.cold.close()
         raise
     meter.sample()
     return Parts(
@@ -257,6 +312,7 @@ def load_parts(
         runner=runner,
         loaded=machine,
         plans=plans,
+        mixture=mixture,
         fingerprint=fingerprint,
         stepper=stepper,
         meter=meter,

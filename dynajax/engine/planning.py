@@ -18,14 +18,19 @@ from dynajax.checkpoint import Checkpoint, Statistics, read_contributions, read_
 from dynajax.checkpoint.generation import GENERATION_NAME, read_generation_config
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec
 from dynajax.engine.hosts import Host, make_host, offload_mode
+from dynajax.engine.largest import largest_temporary, unseen_bytes
+from dynajax.engine.layout import Layout
+from dynajax.engine.mixture.planning import host_extra, with_buffers
+from dynajax.engine.mixture.strategy import MixtureStrategy, resolve_mixture
 from dynajax.engine.prediction import NONE, Prediction, choose
 from dynajax.engine.strategy import Strategy, resolve
 from dynajax.engine.target import Target, budget_limit
 from dynajax.errors import ModelError, StorageError, UsageError
 from dynajax.model_folder import model_folder
 from dynajax.plan import Placement
-from dynajax.policy.placement import block_units, place_equal, place_static, staged_units
-from dynajax.programs import Programs, Shapes
+from dynajax.policy.experts.presets import place_experts
+from dynajax.policy.placement import place_equal, place_static, staged_units
+from dynajax.programs import Programs, Shapes, make_programs
 from dynajax.programs.shapes import round_ctx
 from dynajax.staging import open_staging
 from dynajax.transfer import RING, fill_piece
@@ -49,7 +54,7 @@ class Prepared:
     eos_ids: tuple[int, ...]
     host_dtype: str
     ctx: int  # tokens a sequence may have; the cache may hold a few more
-    strategy: Strategy
+    strategy: Strategy | MixtureStrategy
     prediction: Prediction
     staged: int  # units sent at a time while decoding; 0 where nothing moves
     programs: Programs
@@ -82,7 +87,7 @@ def prepare(
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
     ctx = resolve_ctx(config, spec)
     shapes = Shapes(spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch)
-    strategy = resolve(config, spec, folder, fingerprint, device.platform)
+    strategy = resolve_any(config, spec, folder, fingerprint, device.platform)
     if strategy.moves and config.staging != "auto":
         probe = np.zeros((1, 16), np.float32)
         open_staging(config.staging, jax.local_devices()[0], probe)  # refused before anything is loaded
@@ -90,16 +95,21 @@ def prepare(
     if layout.mode == "resident":
         strategy = strategy.resident(spec)
     unit, host_unit = budget.unit_bytes(spec, dtype), budget.unit_bytes(spec, host_dtype)
-    prediction, staged = NONE, 0
-    if strategy.planned:
-        layout, prediction, staged = add_plans(layout, strategy, host_unit, fingerprint)
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
-    place = place_equal if strategy.planned else place_static  # two pool sizes, where each has more programs
-    placement = place(frequency, unit, 0 if strategy.policy == "none" else layout.pool_bytes)
+    host, prediction, staged = budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"), NONE, 0
+    if isinstance(strategy, MixtureStrategy):
+        layout = with_buffers(layout, strategy, host_dtype)
+        placement = place_experts(strategy.parts.placement, frequency, unit, layout.pool_bytes)
+        host |= host_extra(strategy, spec)
+    else:
+        if strategy.planned:
+            layout, prediction, staged = add_plans(layout, strategy, host_unit, fingerprint)
+        place = place_equal if strategy.planned else place_static  # two pool sizes, where each has more programs
+        placement = place(frequency, unit, 0 if strategy.policy == "none" else layout.pool_bytes)
+        host |= plan_host_bytes(strategy, prediction, spec, RING * staged * host_unit)
     if config.stats == "auto" and not frequency.any() and 0 < placement.resident < frequency.size:
-        log.warning("no activation statistics in %s: neurons are placed by their number", folder)
-    host = budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident")
-    host |= plan_host_bytes(strategy, prediction, spec, RING * staged * host_unit)
+        what = "neurons" if spec.experts is None else "experts"
+        log.warning("no activation statistics in %s: %s are placed by their number", folder, what)
     return Prepared(
         model=model,
         folder=folder,
@@ -119,19 +129,13 @@ def prepare(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout:
-    """A host mode with its programs, and what the budget holds besides the pool."""
-
-    mode: str
-    host: Host | None
-    programs: Programs
-    temporaries: int  # bytes, of the program that needs most
-    fixed: dict[str, int]
-    budget_bytes: int
-    pool_bytes: int  # what is left
-    unlimited: bool  # the budget is whatever is needed
-    gpu: bool
+def resolve_any(
+    config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: str | None, platform: str
+) -> Strategy | MixtureStrategy:
+    """Every `auto` of sparsity and placement filled."""
+    if spec.experts is not None:
+        return resolve_mixture(config, spec, platform)
+    return resolve(config, spec, folder, fingerprint, platform)
 
 
 def memory_plan(model: str, layout: Layout, placement: Placement, unit: int, host: dict[str, int]) -> MemoryPlan:
@@ -149,7 +153,9 @@ def memory_plan(model: str, layout: Layout, placement: Placement, unit: int, hos
     )
 
 
-def lay_out(config: EngineConfig, strategy: Strategy, shapes: Shapes, device: Target, progress: Progress) -> Layout:
+def lay_out(
+    config: EngineConfig, strategy: Strategy | MixtureStrategy, shapes: Shapes, device: Target, progress: Progress
+) -> Layout:
     """Resident if the mode is `auto` and every unit fits beside the resident programs; else the offload mode.
 
     Who asks for skipping gets it, wherever the units are.
@@ -162,7 +168,7 @@ def lay_out(config: EngineConfig, strategy: Strategy, shapes: Shapes, device: Ta
 
 
 def lay_out_offloaded(
-    config: EngineConfig, strategy: Strategy, shapes: Shapes, device: Target, progress: Progress
+    config: EngineConfig, strategy: Strategy | MixtureStrategy, shapes: Shapes, device: Target, progress: Progress
 ) -> Layout:
     """With units on both sides."""
     mode = "threads" if strategy.planned else offload_mode(config.host_mode, device.platform)
@@ -179,7 +185,7 @@ def _try(config: EngineConfig, mode: str, shapes: Shapes, device: Target, progre
     FitError if what every mode needs does not fit.
     """
     spec, gpu = shapes.spec, device.platform != "cpu"
-    everything = spec.layers * spec.ffn * budget.unit_bytes(spec, shapes.dtype)
+    everything = len(spec.unit_layers) * spec.units * budget.unit_bytes(spec, shapes.dtype)
     limit = budget_limit(config, device)
     fixed = fixed_bytes(shapes, 0)
     if mode == "resident" and limit is not None and sum(fixed.values()) + everything > limit:
@@ -243,8 +249,8 @@ def plan_host_bytes(strategy: Strategy, prediction: Prediction, spec: ModelSpec,
 
 def compiled_for(mode: str, shapes: Shapes, progress: Progress) -> tuple[Host | None, Programs, int]:
     """The host of a mode, its programs, and the bytes of temporaries that none of them exceeds."""
-    host = make_host(mode, shapes.spec.layers)
-    programs = Programs(shapes, None if host is None else host.call)
+    host = make_host(mode, shapes.spec)
+    programs = make_programs(shapes, None if host is None else host.call)
     return host, programs, largest_temporary(programs, mode, progress) + unseen_bytes(shapes, mode)
 
 
@@ -266,9 +272,11 @@ def foresee(model: str, config: EngineConfig, device: Target | None = None) -> P
     if prepared.host_mode != "resident":
         return prepared
     shapes, spec = prepared.programs.shapes, prepared.spec
-    strategy = resolve(config, spec, folder, fingerprint, device.platform)
+    strategy = resolve_any(config, spec, folder, fingerprint, device.platform)
     layout = lay_out_offloaded(config, strategy, shapes, device, _silent)
-    if strategy.planned:
+    if isinstance(strategy, MixtureStrategy):
+        layout = with_buffers(layout, strategy, prepared.host_dtype)
+    elif strategy.planned:
         layout = add_plans(layout, strategy, budget.unit_bytes(spec, prepared.host_dtype), fingerprint)[0]
     least = budget.smallest_budget(sum(layout.fixed.values()), gpu=layout.gpu)
     return replace(prepared, memory=replace(prepared.memory, smallest_budget_bytes=least))
@@ -306,37 +314,6 @@ def fixed_bytes(shapes: Shapes, temporaries: int) -> dict[str, int]:
         "kv": budget.kv_bytes(spec, shapes.dtype, shapes.ctx, shapes.batch),
         "scratch": workspace + temporaries,
     }
-
-
-def largest_temporary(programs: Programs, mode: str, progress: Progress) -> int:
-    """Bytes of temporaries that no program of the engine exceeds."""
-    keys = largest_programs(programs.shapes, mode)
-    largest = 0
-    for done, key in enumerate(keys, start=1):
-        largest = max(largest, programs.temp_bytes(*key))
-        progress("compile", done, len(keys))
-    return largest
-
-
-def largest_programs(shapes: Shapes, mode: str) -> list[tuple]:
-    """The programs whose temporaries bound those of all others: longest prefix, largest chunk, fullest pool."""
-    spec, chunk, prefix = shapes.spec, shapes.chunks[-1], shapes.prefixes[-1]
-    prefill = [("attend_chunk", chunk, prefix), ("hot_chunk", chunk, spec.ffn)]
-    full, masked = (spec.ffn,) * spec.layers, ("hot_admitted_chunk", chunk, spec.ffn)
-    match mode:
-        case "threads":
-            return [*prefill, ("head",), ("attend_rows", prefix), ("hot_rows", spec.ffn)]
-        case "planned":
-            return [*prefill, ("head",), ("attend_rows", prefix), ("hot_admitted_rows", spec.ffn), masked]
-        case "resident":
-            return [*prefill, ("token_rows", prefix, *full)]
-    almost = (max(0, spec.ffn - block_units(spec.ffn)),) * spec.layers  # a share for the host in every layer
-    return [*prefill, ("token_rows", prefix, *almost)]
-
-
-def unseen_bytes(shapes: Shapes, mode: str) -> int:
-    """What a full pool adds to the temporaries of a program whose pools lack one block, which saves compiling it."""
-    return 0 if mode in ("threads", "planned", "resident") else 4 * 4 * shapes.batch * block_units(shapes.spec.ffn)
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tuple[str, str]:
@@ -382,5 +359,5 @@ def load_frequency(
     """Activation frequencies from a file or the model folder; all zero where there are none."""
     path = stats_path(folder) if stats == "auto" else Path(stats)
     if stats == "none" or (stats == "auto" and not path.exists()):
-        return np.zeros((spec.layers, spec.ffn), np.float32)
+        return np.zeros((len(spec.unit_layers), spec.units), np.float32)
     return read_stats(path, spec, fingerprint)

@@ -13,8 +13,8 @@ class DeviceState:
 
     def __init__(self, shapes: Shapes):
         spec = shapes.spec
-        self.ks: list[jax.Array] = [jnp.zeros(shapes.kv_shape, shapes.weight_type) for _ in range(spec.layers)]
-        self.vs: list[jax.Array] = [jnp.zeros(shapes.kv_shape, shapes.weight_type) for _ in range(spec.layers)]
+        self.ks: list[jax.Array] = [jnp.zeros(shapes.k_shape, shapes.weight_type) for _ in range(spec.layers)]
+        self.vs: list[jax.Array] = [jnp.zeros(shapes.v_shape, shapes.weight_type) for _ in range(spec.layers)]
         self.xs = jnp.zeros((shapes.ctx, spec.hidden), jnp.float32)
         self.tally = jnp.zeros((spec.layers,), jnp.int32)
 

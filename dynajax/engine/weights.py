@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.checkpoint import Checkpoint
-from dynajax.programs import Programs
+from dynajax.programs import MixturePrograms, Programs
 
 Leaves = tuple[jax.Array, ...]
 
@@ -25,6 +25,7 @@ class DenseWeights:
     table: jax.Array  # of the head, [V, D]
     tables: Leaves  # embeddings [V, D] and learned positions [P, D], if on the device
     host_tables: tuple[np.ndarray, ...]  # the same, if on the host
+    routing: tuple[Leaves, ...] = ()  # flat leaves of every RoutingBlock of a mixture of experts
 
     def lookup(self, ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """Embeddings from host memory: ids [T] at positions [T] -> [T, D]."""
@@ -54,15 +55,20 @@ def load_dense(
         learned = checkpoint.positions(dtype)
         return [checkpoint.embed(dtype)] + ([] if learned is None else [learned])
 
-    layers = []
+    layers, routing = [], []
     for layer in range(spec.layers):
         named = checkpoint.attention(layer, dtype)
         layers.append(tuple(send(named.pop(name)) for name in programs.leaf_names))
+        if isinstance(programs, MixturePrograms):
+            named = checkpoint.routing(layer, dtype)
+            routing.append(tuple(send(named.pop(name)) for name in programs.routing_names[programs.kind(layer)]))
         on_layer(layer)
     norm = tuple(send(part) for part in checkpoint.norm(dtype))
     if spec.tied:
         sent = tuple(send(table) for table in tables(dtype))
-        return DenseWeights(spec.embed_scale, tuple(layers), norm, sent[0], sent, ())
+        return DenseWeights(spec.embed_scale, tuple(layers), norm, sent[0], sent, (), tuple(routing))
     head = checkpoint.head(dtype)
     assert head is not None, "an untied model has a head"
-    return DenseWeights(spec.embed_scale, tuple(layers), norm, send(head), (), tuple(tables(host_dtype)))
+    return DenseWeights(
+        spec.embed_scale, tuple(layers), norm, send(head), (), tuple(tables(host_dtype)), tuple(routing)
+    )

@@ -124,6 +124,84 @@ class AttentionBlock(nnx.Module):
         return self.merge(x, self.mix(q, k, v, positions))
 
 
+class LatentAttentionBlock(nnx.Module):
+    """`AttentionBlock` for attention with latents, in the form that never makes the keys and values of all heads.
+
+    A query is projected onto the latents instead of the latents onto its head's keys, and what it gathers of them
+    becomes its head's values afterwards. C is a latent's size, R that of the rotated key.
+    """
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype):
+        assert spec.latent is not None
+        self.spec, self.latent = spec, spec.latent
+        rank, inner, queries = self.latent.kv_rank, self.latent.q_rank, spec.heads * spec.head_dim
+        narrow = 0.02 / (2 * spec.layers) ** 0.5
+
+        def weight(rows: int, columns: int, std: float = 0.02) -> nnx.Param:
+            return nnx.Param(_normal(rngs, (rows, columns), std, dtype))
+
+        def ones(size: int) -> nnx.Param:
+            return nnx.Param(jnp.ones((size,), dtype))
+
+        self.attention_norm = ones(spec.hidden)
+        self.q = weight(queries, spec.hidden) if inner is None else None
+        self.q_down = None if inner is None else weight(inner, spec.hidden)
+        self.q_down_norm = None if inner is None else ones(inner)
+        self.q_up = None if inner is None else weight(queries, inner)
+        self.kv_down = weight(rank + self.latent.rotary, spec.hidden)
+        self.kv_down_norm = ones(rank)
+        self.key_up = weight(spec.heads * self.latent.plain, rank)
+        self.value_up = weight(spec.heads * self.latent.value, rank)
+        self.o = weight(spec.hidden, spec.heads * self.latent.value, narrow)
+        self.ffn_norm = ones(spec.hidden)
+
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B,T,D], positions [B,T] -> q [B,T,N,C+R], k [B,T,1,C+R] and v [B,T,1,0], float32: values are k's front."""
+        spec, latent = self.spec, self.latent
+        assert spec.rope is not None, "latents rotate"
+        h = normed(spec, x, self.attention_norm, None)
+        q = self._queries(h).reshape(*h.shape[:2], spec.heads, spec.head_dim)
+        key_up = self.key_up[...].reshape(spec.heads, latent.plain, latent.kv_rank)
+        onto_latents = contract("BTNP,NPC->BTNC", q[..., : latent.plain], key_up)
+        q = jnp.concatenate([onto_latents, rotate(q[..., latent.plain :], positions, spec.rope)], axis=-1)
+        down = contract("BTD,CD->BTC", h, self.kv_down[...])
+        kept = rms_norm(down[..., : latent.kv_rank], self.kv_down_norm[...], latent.norm_eps)
+        turned = rotate(down[..., None, latent.kv_rank :], positions, spec.rope)
+        k = jnp.concatenate([kept[:, :, None, :], turned], axis=-1)
+        return q, k, k[..., :0]
+
+    def _queries(self, h: jax.Array) -> jax.Array:
+        """h [B,T,D] -> the queries of all heads [B,T,N*H], not rotated."""
+        if self.q is not None:
+            return contract("BTD,OD->BTO", h, self.q[...])
+        assert self.q_down is not None and self.q_down_norm is not None and self.q_up is not None
+        down = rms_norm(contract("BTD,AD->BTA", h, self.q_down[...]), self.q_down_norm[...], self.latent.norm_eps)
+        return contract("BTA,OA->BTO", down, self.q_up[...])
+
+    def mix(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+        """Attention of q [B,T,N,C+R] over keys [B,S,1,C+R] -> latents [B,T,N,C]; v [B,S,1,0] is not read."""
+        return attention(q, k, k[..., : self.latent.kv_rank], positions, None, self.spec.attention_scale)
+
+    def merge(self, x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Residual add of the attention output, of latents [B,T,N,C]; -> x [B,T,D] and the FFN's input h [B,T,D]."""
+        spec, latent = self.spec, self.latent
+        value_up = self.value_up[...].reshape(spec.heads, latent.value, latent.kv_rank)
+        values = contract("BTNC,NVC->BTNV", mixed, value_up)
+        out = contract("BTO,DO->BTD", values.reshape(*values.shape[:2], -1), self.o[...])
+        after = x + scaled(out, spec.residual_scale)
+        return after, normed(spec, after, self.ffn_norm, None)
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A whole sequence without a cache: x [B,T,D] -> x [B,T,D], h [B,T,D]."""
+        q, k, v = self.project(x, positions)
+        return self.merge(x, self.mix(q, k, v, positions))
+
+
+def attention_block(spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype) -> AttentionBlock | LatentAttentionBlock:
+    """The block of the model's kind of attention."""
+    return AttentionBlock(spec, rngs, dtype) if spec.latent is None else LatentAttentionBlock(spec, rngs, dtype)
+
+
 class Ffn(nnx.Module):
     """down(act(gate h) * up h), every part [F, W]; without a gate down(act(up h))."""
 
@@ -153,12 +231,13 @@ class RoutingBlock(nnx.Module):
         shape = (width, spec.hidden)
         narrow = 0.02 / (2 * spec.layers) ** 0.5
 
-        def some(dims: tuple[int, ...], wanted: bool, std: float = 0.02) -> nnx.Param | None:
-            return nnx.Param(_normal(rngs, dims, std, dtype)) if wanted else None
+        def some(dims: tuple[int, ...], wanted: bool, std: float = 0.02, part: str = "") -> nnx.Param | None:
+            kind = jnp.dtype(spec.routing_dtype(part, jnp.dtype(dtype).name))
+            return nnx.Param(_normal(rngs, dims, std, kind)) if wanted else None
 
-        self.router = some((router.experts, spec.hidden), routed)
-        self.router_bias = some((router.experts,), routed and router.logits_bias)
-        self.selection_bias = some((router.experts,), routed and router.selection_bias)
+        self.router = some((router.experts, spec.hidden), routed, part="router")
+        self.router_bias = some((router.experts,), routed and router.logits_bias, part="router_bias")
+        self.selection_bias = some((router.experts,), routed and router.selection_bias, part="selection_bias")
         self.gate = some(shape, bool(width) and spec.gated)
         self.up = some(shape, bool(width))
         self.down = some(shape, bool(width), narrow)
@@ -225,7 +304,7 @@ class Decoder(nnx.Module):
         self.embed = nnx.Param(_normal(rngs, (spec.vocab, spec.hidden), 0.02, dtype))
         learned = (spec.max_positions, spec.hidden)
         self.positions = nnx.Param(_normal(rngs, learned, 0.02, dtype)) if spec.rope is None else None
-        self.attention = nnx.List([AttentionBlock(spec, rngs, dtype) for _ in range(spec.layers)])
+        self.attention = nnx.List([attention_block(spec, rngs, dtype) for _ in range(spec.layers)])
         self.ffn = nnx.List([_ffn(spec, rngs, dtype, layer) for layer in range(spec.layers)])
         self.norm = nnx.Param(jnp.ones((spec.hidden,), dtype))
         self.norm_bias = nnx.Param(jnp.zeros((spec.hidden,), dtype)) if spec.norm == "layer" else None
@@ -237,18 +316,25 @@ class Decoder(nnx.Module):
 
         keep [L] float32 scales every layer's FFN output (0 removes it); None keeps all.
         """
+        passed = list(self._layers(tokens, keep))
+        gates = [gate for *_, gate in passed if gate is not None]
+        x = scaled(normed(self.spec, passed[-1][1], self.norm, self.norm_bias), self.spec.logit_scale)
+        return contract("BTD,VD->BTV", x, (self.embed if self.head is None else self.head)[...]), gates
+
+    def ffn_inputs(self, tokens: jax.Array) -> list[jax.Array]:
+        """What every layer's FFN reads [B,T,W]."""
+        return [h for h, _, _ in self._layers(tokens, None)]
+
+    def _layers(self, tokens: jax.Array, keep: jax.Array | None):
+        """Layer after layer: the FFN's input, the stream behind it, and what `__call__` tells of the layer."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-        x = embed(
-            self.spec, self.embed[...], None if self.positions is None else self.positions[...], tokens, positions
-        )
-        gates = []
+        learned = None if self.positions is None else self.positions[...]
+        x = embed(self.spec, self.embed[...], learned, tokens, positions)
         for layer, (attend, ffn) in enumerate(zip(self.attention, self.ffn, strict=True)):
             x, h = attend(x, positions)
             y, gate = ffn(h)
             x = add_ffn(self.spec, x, y if keep is None else y * keep[layer])
-            gates += [] if gate is None else [gate]
-        x = scaled(normed(self.spec, x, self.norm, self.norm_bias), self.spec.logit_scale)
-        return contract("BTD,VD->BTV", x, (self.embed if self.head is None else self.head)[...]), gates
+            yield h, x, gate
 
 
 def _ffn(spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype, layer: int) -> Ffn | MixtureFfn:

@@ -12,12 +12,12 @@ from dynajax.ops.linear import contract
 def attention(
     q: jax.Array,  # [B, T, N, H] float32
     k: jax.Array,  # [B, S, KV, H] any float type
-    v: jax.Array,  # [B, S, KV, H]
+    v: jax.Array,  # [B, S, KV, H'], of the size of k or another
     positions: jax.Array,  # [B, T] int32, the absolute position of each query
     window: int | None = None,  # keys a query sees, its own included; None: all up to its own
     scale: float | None = None,  # of q k; None: H ** -0.5
 ) -> jax.Array:
-    """softmax(scale q k) v over keys 0..position; grouped queries share a KV head. -> [B, T, N, H].
+    """softmax(scale q k) v over keys 0..position; grouped queries share a KV head. -> [B, T, N, H'].
 
     Key s of row b is taken to sit at position s, so a cache prefix longer than the sequence is fine:
     keys behind the query are masked, whatever they hold (they must be finite).
@@ -32,4 +32,4 @@ def attention(
         seen &= keys > query - window
     scores = jnp.where(seen[:, None, None, :, :], scores, jnp.float32(-1e30))
     out = contract("BKGTS,BSKH->BTKGH", jax.nn.softmax(scores, axis=-1), v)
-    return out.reshape(batch, length, heads, size)
+    return out.reshape(batch, length, heads, v.shape[-1])

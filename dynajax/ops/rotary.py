@@ -49,10 +49,13 @@ def rotate(
     positions: jax.Array,  # [B, T] int32
     rope: Rope,
 ) -> jax.Array:
-    """Rotate pairs (i, i + H/2) by position * frequency: the rotate-half form of the llama family."""
+    """Rotate pairs (i, i + H/2) by position * frequency: the rotate-half form of the llama family.
+
+    Interleaved pairs (2 i, 2 i + 1) come out as (i, i + H/2), in queries and keys alike, so that scores are the same.
+    """
     half = x.shape[-1] // 2
     angle = positions.astype(jnp.float32)[:, :, None, None] * frequencies(rope, x.shape[-1])[None, None, None, :]
     scale = jnp.float32(rope.attention_factor)
     cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
-    first, second = x[..., :half], x[..., half:]
+    first, second = (x[..., ::2], x[..., 1::2]) if rope.interleaved else (x[..., :half], x[..., half:])
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and the FFN of a mixture of experts as one plain product: for training and as oracle."""
+"""Which experts a token goes to; and the FFN of a mixture as one plain product, for training and as an oracle."""
 
 from __future__ import annotations
 

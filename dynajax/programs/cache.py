@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dynajax.models.decoder import AttentionBlock
+from dynajax.models.decoder import AttentionBlock, LatentAttentionBlock, attention_block
 from dynajax.ops.ffn import write_slots
 from dynajax.programs import bodies
 from dynajax.programs.shapes import Shapes
@@ -20,14 +20,15 @@ from predictors.forms import Form, Shape, param_shapes
 MAX_PROGRAMS = 60
 
 
-def _shape(dims: Sequence[int], dtype="float32") -> jax.ShapeDtypeStruct:
+def shape_of(dims: Sequence[int], dtype="float32") -> jax.ShapeDtypeStruct:
+    """Of an argument."""
     return jax.ShapeDtypeStruct(tuple(dims), jnp.dtype(dtype))
 
 
-_INT = _shape((), "int32")
-_HANDLE = _shape((2,), "uint32")  # which engine's host a whole-token program calls; see hostcompute.ffi
+INT = shape_of((), "int32")
+HANDLE = shape_of((2,), "uint32")  # which engine's host a whole-token program calls; see hostcompute.ffi
 
-HostCall = Callable[[jax.Array, int, jax.Array, jax.Array], jax.Array]  # handle, layer, h [T,W], rows -> y_cold
+HostCall = Callable[..., jax.Array]  # handle, layer, h [T,W], (ids [T,K], weights [T,K] of experts), rows -> y_cold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,22 +59,22 @@ class Programs:
         self._host_call = host_call
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         spec = shapes.spec
-        block = nnx.eval_shape(lambda: AttentionBlock(spec, nnx.Rngs(0), shapes.weight_type))
+        block = nnx.eval_shape(lambda: attention_block(spec, nnx.Rngs(0), shapes.weight_type))
         self._graphdef, state = nnx.split(block)
         self.leaf_names = tuple(sorted(nnx.to_pure_dict(state)))
         leaves, self._tree = jax.tree.flatten(state)
-        self._leaves = tuple(_shape(leaf.shape, leaf.dtype) for leaf in leaves)
-        self._kv = _shape(shapes.kv_shape, shapes.dtype)
-        self._table = _shape((spec.vocab, spec.hidden), shapes.dtype)
-        learned = () if spec.rope is not None else (_shape((spec.max_positions, spec.hidden), shapes.dtype),)
+        self._leaves = tuple(shape_of(leaf.shape, leaf.dtype) for leaf in leaves)
+        self._kv = tuple(shape_of(dims, shapes.dtype) for dims in (shapes.k_shape, shapes.v_shape))
+        self._table = shape_of((spec.vocab, spec.hidden), shapes.dtype)
+        learned = () if spec.rope is not None else (shape_of((spec.max_positions, spec.hidden), shapes.dtype),)
         self._tables = (self._table, *learned)
-        self._norm = (_shape((spec.hidden,), shapes.dtype),) * (2 if spec.norm == "layer" else 1)
-        self._xs = _shape((shapes.ctx, spec.hidden))
-        self._rows = _shape((shapes.batch, spec.hidden))
-        self._wide_rows = _shape((shapes.batch, spec.unit_width))
-        self._ids = _shape((shapes.batch,), "int32")
-        self._active = _shape((shapes.batch,), "bool")
-        self._tally = _shape((spec.layers,), "int32")
+        self._norm = (shape_of((spec.hidden,), shapes.dtype),) * (2 if spec.norm == "layer" else 1)
+        self._xs = shape_of((shapes.ctx, spec.hidden))
+        self._rows = shape_of((shapes.batch, spec.hidden))
+        self._wide_rows = shape_of((shapes.batch, spec.unit_width))
+        self._ids = shape_of((shapes.batch,), "int32")
+        self._active = shape_of((shapes.batch,), "bool")
+        self._tally = shape_of((spec.layers,), "int32")
 
     @property
     def count(self) -> int:
@@ -115,33 +116,33 @@ class Programs:
         return self._jit(bodies.embed_rows).lower(self._tables, self._ids, self._ids)
 
     def embed_prompt(self) -> jax.stages.Lowered:
-        ids = _shape((self.shapes.ctx,), "int32")
+        ids = shape_of((self.shapes.ctx,), "int32")
         return self._jit(bodies.embed_prompt, donate=1).lower(self._tables, self._xs, ids)
 
     def load_chunk(self, size: int) -> jax.stages.Lowered:
-        chunk = _shape((size, self.shapes.spec.hidden))
-        return jax.jit(bodies.load_chunk, donate_argnums=0).lower(self._xs, chunk, _INT)
+        chunk = shape_of((size, self.shapes.spec.hidden))
+        return jax.jit(bodies.load_chunk, donate_argnums=0).lower(self._xs, chunk, INT)
 
     def attend_rows(self, prefix: int) -> jax.stages.Lowered:
         def run(leaves, k, v, x, y_cold, positions):
             return bodies.attend_rows(self._merge(leaves), k, v, x, y_cold, positions, prefix=prefix)
 
-        args = (self._leaves, self._kv, self._kv, self._rows, self._wide_rows, self._ids)
+        args = (self._leaves, *self._kv, self._rows, self._wide_rows, self._ids)
         return jax.jit(run, donate_argnums=(1, 2)).lower(*args)
 
     def attend_chunk(self, size: int, prefix: int) -> jax.stages.Lowered:
         def run(leaves, k, v, xs, y_cold, row, start):
             return bodies.attend_chunk(self._merge(leaves), k, v, xs, y_cold, row, start, prefix=prefix)
 
-        args = (self._leaves, self._kv, self._kv, self._xs, self._chunk(size), _INT, _INT)
+        args = (self._leaves, *self._kv, self._xs, self._chunk(size), INT, INT)
         return jax.jit(run, donate_argnums=(1, 2, 3)).lower(*args)
 
     def hot_rows(self, slots: int) -> jax.stages.Lowered:
-        args = (self._rows, self._wide_rows, self._parts(slots), self._tally, _INT, self._active)
+        args = (self._rows, self._wide_rows, self._parts(slots), self._tally, INT, self._active)
         return self._jit(bodies.hot_rows, donate=3).lower(*args)
 
     def hot_chunk(self, size: int, slots: int) -> jax.stages.Lowered:
-        args = (self._xs, self._chunk(size), self._parts(slots), _INT)
+        args = (self._xs, self._chunk(size), self._parts(slots), INT)
         return self._jit(bodies.hot_chunk, donate=0).lower(*args)
 
     def hot_admitted_rows(self, slots: int) -> jax.stages.Lowered:
@@ -149,15 +150,15 @@ class Programs:
         return self._jit(bodies.hot_admitted_rows).lower(*args)
 
     def hot_admitted_chunk(self, size: int, slots: int) -> jax.stages.Lowered:
-        args = (self._xs, self._chunk(size), self._parts(slots), *self._admission(size, slots), _INT)
+        args = (self._xs, self._chunk(size), self._parts(slots), *self._admission(size, slots), INT)
         return self._jit(bodies.hot_admitted_chunk, donate=0).lower(*args)
 
     def score(self, size: int, name: str) -> jax.stages.Lowered:
-        kind, shape, number = self.forms[name], Shape.of(self.shapes.spec), _shape(())
+        kind, shape, number = self.forms[name], Shape.of(self.shapes.spec), shape_of(())
         body = partial(bodies.score, shape=shape, form=kind.form, density=kind.density)
         arrays = param_shapes(shape, kind.form, kind.dtype)
-        params = {key: _shape(dims, dtype) for key, (dims, dtype) in arrays.items()}
-        stream = _shape((size, self.shapes.spec.hidden))
+        params = {key: shape_of(dims, dtype) for key, (dims, dtype) in arrays.items()}
+        stream = shape_of((size, self.shapes.spec.hidden))
         return jax.jit(body).lower(params, stream, self._chunk(size), number, number)
 
     def live_slots(self, size: int, slots: int) -> jax.stages.Lowered:
@@ -168,8 +169,8 @@ class Programs:
 
     def write(self, slots: int, count: int, host_dtype: str) -> jax.stages.Lowered:
         spec = self.shapes.spec
-        rows = _shape((count, spec.ffn_parts, 1, spec.unit_width), host_dtype)
-        return jax.jit(write_slots, donate_argnums=0).lower(self._parts(slots), rows, _shape((count,), "int32"))
+        rows = shape_of((count, spec.ffn_parts, 1, spec.unit_width), host_dtype)
+        return jax.jit(write_slots, donate_argnums=0).lower(self._parts(slots), rows, shape_of((count,), "int32"))
 
     def token_rows(self, prefix: int, *slots: int) -> jax.stages.Lowered:
         def run(handle, ends, leaves, caches, pools, start, tally, positions, active):
@@ -180,7 +181,7 @@ class Programs:
         tied = self.shapes.spec.tied
         ends = (self._norm, self._table, self._tables if tied else ())
         start = self._ids if tied else self._rows
-        args = (_HANDLE, ends, *self._stacks(slots), start, self._tally, self._ids, self._active)
+        args = (HANDLE, ends, *self._stacks(slots), start, self._tally, self._ids, self._active)
         return jax.jit(run, donate_argnums=(3, 6)).lower(*args)
 
     def _jit(self, body: Callable, donate: int | None = None):
@@ -188,29 +189,33 @@ class Programs:
         return jax.jit(partial(body, spec=self.shapes.spec), donate_argnums=() if donate is None else donate)
 
     def _chunk(self, size: int) -> jax.ShapeDtypeStruct:
-        return _shape((size, self.shapes.spec.unit_width))
+        return shape_of((size, self.shapes.spec.unit_width))
 
     def _admission(self, size: int, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """bucket, scores, theta."""
-        return _shape((slots,), "int32"), _shape((size, self.shapes.spec.ffn), "uint8"), _shape((), "uint8")
+        return shape_of((slots,), "int32"), shape_of((size, self.shapes.spec.ffn), "uint8"), shape_of((), "uint8")
 
     def _hosts(self, handle: jax.Array, slots: Sequence[int]) -> bodies.Hosts:
         """The host's function for every layer that has units left for it."""
 
-        def host(layer: int) -> bodies.HostFfn:
-            assert self._host_call is not None, "units are left for a host that was not given"
-            return partial(self._host_call, handle, layer)
+        units = self.shapes.spec.units
+        return [
+            None if count == units else partial(self._given_host(), handle, layer) for layer, count in enumerate(slots)
+        ]
 
-        return [host(layer) if count < self.shapes.spec.ffn else None for layer, count in enumerate(slots)]
+    def _given_host(self) -> Callable:
+        assert self._host_call is not None, "units are left for a host that was not given"
+        return self._host_call
 
     def _stacks(self, slots: Sequence[int]):
         layers = self.shapes.spec.layers
-        kv = (self._kv,) * layers
-        return (self._leaves,) * layers, (kv, kv), tuple(self._parts(count) for count in slots)
+        caches = tuple((cache,) * layers for cache in self._kv)
+        return (self._leaves,) * layers, caches, tuple(self._parts(count) for count in slots)
 
     def _parts(self, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        part = _shape((slots, self.shapes.spec.unit_width), self.shapes.pool_type)
-        return (part,) * self.shapes.spec.ffn_parts if slots else ()
+        spec = self.shapes.spec
+        part = shape_of((slots * spec.unit_rows, spec.unit_width), self.shapes.pool_type)
+        return (part,) * spec.ffn_parts if slots else ()
 
-    def _merge(self, leaves) -> AttentionBlock:
+    def _merge(self, leaves) -> AttentionBlock | LatentAttentionBlock:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, leaves))

@@ -40,8 +40,10 @@ class Shapes:
         """Prefill chunk sizes: the smallest, and the largest of at most 3 D / 80 tokens.
 
         That keeps the FFN's [T, G] temporaries (up to four, float32) below 5 % of a float32 pool; the smallest is
-        there for narrow models too.
+        there for narrow models too. Experts have temporaries of one expert alone.
         """
+        if self.spec.experts is not None:
+            return tuple(sorted({CHUNKS[0], max(c for c in CHUNKS if c <= self.ctx)}))
         fitting = [c for c in CHUNKS if c <= min(3 * self.spec.hidden // 80, self.ctx)]
         return tuple(sorted({CHUNKS[0], *fitting[-1:]}))
 
@@ -56,9 +58,14 @@ class Shapes:
         return self.prefixes[::-2][::-1]
 
     @property
-    def kv_shape(self) -> tuple[int, int, int, int]:
-        """[B, S, KV, H] of one layer's keys; values alike."""
-        return self.batch, self.ctx, self.spec.kv_heads, self.spec.head_dim
+    def k_shape(self) -> tuple[int, int, int, int]:
+        """[B, S, KV, H] of one layer's keys."""
+        return self.batch, self.ctx, self.spec.cache_heads, self.spec.key_width
+
+    @property
+    def v_shape(self) -> tuple[int, int, int, int]:
+        """The same of its values."""
+        return self.batch, self.ctx, self.spec.cache_heads, self.spec.value_width
 
 
 def round_ctx(tokens: int) -> int:

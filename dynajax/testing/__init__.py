@@ -1,10 +1,11 @@
 """For tests: tiny models to write, and what each must compute, in plain float64.
 
-`make_checkpoint` writes a llama of any ModelSpec, `families.write` a model of every family as it is published, and
-`oracle.family_logits` computes either from its files. They share nothing with `dynajax.checkpoint` or `dynajax.ops`
-but the ModelSpec record, so that they can catch mistakes made there.
+`make_checkpoint` writes a llama of any ModelSpec, `families.write` a model of every dense family as it is published,
+`make_moe` a mixture of experts, and `oracle.family_logits` computes any of them from its files. They share nothing with
+`dynajax.checkpoint` or `dynajax.ops` but the ModelSpec record, so that they can catch mistakes made there.
 """
 
+from dynajax.testing.mixtures import make_moe
 from dynajax.testing.models import (
     TINY,
     TINY_FATRELU,
@@ -30,5 +31,6 @@ __all__ = [
     "hf_config",
     "load_decoder",
     "make_checkpoint",
+    "make_moe",
     "random_tensors",
 ]

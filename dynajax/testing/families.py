@@ -43,12 +43,13 @@ class Family:
         return {name: _filled(name, shape, config, rng) for name, shape in self.shapes(config).items()}
 
 
-def write(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Path:
-    """Write config.json and model.safetensors of FAMILIES[family]; -> `folder`."""
+def write(folder: Path, family: str | Family, *, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Path:
+    """Write config.json and model.safetensors of a family, or of FAMILIES[family]; -> `folder`."""
+    family = FAMILIES[family] if isinstance(family, str) else family
     folder.mkdir(parents=True, exist_ok=True)
-    config = FAMILIES[family].config(**{"torch_dtype": dtype, **overrides})
+    config = family.config(**{"torch_dtype": dtype, **overrides})
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    tensors = {name: value.astype(kind) for name, value in FAMILIES[family].tensors(config, seed).items()}
+    tensors = {name: value.astype(kind) for name, value in family.tensors(config, seed).items()}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -134,16 +135,16 @@ def _filled(name: str, shape: tuple[int, ...], config: Config, rng: np.random.Ge
     if len(shape) == 1:  # the weight of a norm
         return 1 + np.float32(0.2) * noise
     if "embed" in name:
-        return noise * np.float32(1 / config.get("scale_emb", 1))
+        return noise * np.float32(1 / config.get("scale_emb", config.get("embedding_multiplier", 1)))
     scale = 1.0
-    if any(part in name for part in ("q_proj", "k_proj", "query_key_value")):
+    if any(part in name for part in ("q_proj", "k_proj", "query_key_value", "q_b_proj", "kv_a_proj")):
         scale = 2.0  # peaked: positions matter
-    elif any(part in name for part in ("down_proj", "fc2", "dense_4h_to_h")):
+    elif any(part in name for part in ("down_proj", "fc2", "dense_4h_to_h", "w2.weight", "output_linear")):
         scale = 2.0  # half of what it adds up is zero
     elif config.get("hidden_act") == "fatrelu" and config["hidden_act_param"] > 0:
         gate = 2 * config["hidden_act_param"]  # one gate in five lies between 0 and the threshold
         scale = {"gate_proj": gate, "up_proj": 1 / gate}.get(name.split(".")[-2], 1.0)
-    return noise * np.float32(scale / shape[1] ** 0.5)
+    return noise * np.float32(scale / shape[-1] ** 0.5)
 
 
 # --- configs ------------------------------------------------------------------------------------------------------

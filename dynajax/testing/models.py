@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from dynajax.checkpoint import Checkpoint
 from dynajax.config import Activation, ModelSpec
-from dynajax.models.decoder import Decoder
+from dynajax.models.decoder import Decoder, MixtureFfn
 
 TINY = ModelSpec(
     layers=2, hidden=32, ffn=48, heads=4, kv_heads=4, head_dim=8, vocab=96, max_positions=512, bos_id=1, eos_ids=(2,)
@@ -151,11 +151,16 @@ def load_decoder(checkpoint: Checkpoint, dtype: str = "float32") -> Decoder:
     put(decoder, "head", checkpoint.head(dtype))
     for name, value in zip(("norm", "norm_bias"), checkpoint.norm(dtype), strict=False):
         put(decoder, name, value)
-    units = np.empty((spec.ffn, spec.ffn_parts, 1, spec.unit_width), jax.numpy.dtype(dtype))
     for layer in range(spec.layers):
         for name, value in checkpoint.attention(layer, dtype).items():
             put(decoder.attention[layer], name, value)
+        for name, value in checkpoint.routing(layer, dtype).items():
+            ffn = decoder.ffn[layer]
+            assert isinstance(ffn, MixtureFfn), "a dense model routes nothing"
+            put(ffn.block, name, value)
+    units = np.empty((spec.units, spec.ffn_parts, spec.unit_rows, spec.unit_width), jax.numpy.dtype(dtype))
+    for layer in spec.unit_layers:
         checkpoint.fill_bundle(layer, units)
         for part, name in enumerate(("gate", "up", "down") if spec.gated else ("up", "down")):
-            put(decoder.ffn[layer], name, units[:, part, 0, :])
+            put(decoder.ffn[layer], name, units[:, part].reshape(-1, spec.unit_width))
     return decoder

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import optax
 from flax import nnx
 
+from dynajax.config import ModelSpec
 from dynajax.models.decoder import Decoder
+from dynajax.ops.routing import spread
 
 WINDOW = 256  # tokens; windows do not overlap, and the first token of each is not predicted
 BATCH = 8
@@ -30,6 +32,16 @@ class LayerSparsity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoad:
+    """One layer's experts over all measured tokens; a load is a share of all choices."""
+
+    least: float  # load of the least used expert
+    most: float
+    repeated: float  # share of a token's experts that the token before had too
+    gate_reuse: float | None  # share that this layer's router finds from the layer before's input; None: the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
     """The figures of a model card; losses in nats per token, the mean is over sources."""
 
@@ -37,7 +49,8 @@ class Measurements:
     loss: dict[str, float]
     loss_mean: float
     loss_without_ffn: float  # mean over sources with the FFNs of layers >= 1 removed
-    layers: list[LayerSparsity]
+    layers: list[LayerSparsity]  # of neurons
+    loads: list[LayerLoad]  # of experts
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,13 +58,14 @@ class Measurements:
 
 def measure(model: Decoder, texts: Mapping[str, npt.NDArray[np.integer]]) -> Measurements:
     """texts: token ids [T] by source."""
-    layers, width = model.spec.layers, model.spec.ffn
+    spec = model.spec
+    layers, width = spec.layers, spec.units
     evaluate = _evaluator(model)
     keep_all = np.ones(layers, np.float32)
     keep_first = np.array([1.0] + [0.0] * (layers - 1), np.float32)
     loss, without = {}, {}
     counts, tokens = np.zeros((layers, width), np.int64), 0
-    distances = np.zeros(layers, np.float64)
+    distances, reused = np.zeros(layers, np.float64), np.zeros(layers, np.float64)
     for name, ids in texts.items():
         batches = _windows(ids)
         weights = [len(batch) for batch in batches]
@@ -60,14 +74,19 @@ def measure(model: Decoder, texts: Mapping[str, npt.NDArray[np.integer]]) -> Mea
         without[name] = float(np.average([evaluate(b, keep_first)["loss"] for b in batches], weights=weights))
         counts += np.sum([s["live"] for s in seen], axis=0, dtype=np.int64)
         distances += np.sum([s["jaccard"] * len(b) for s, b in zip(seen, batches, strict=True)], axis=0)
+        reused += np.sum([s["reused"] * len(b) for s, b in zip(seen, batches, strict=True)], axis=0)
         tokens += sum(batch[:, :-1].size for batch in batches)
-    distances /= tokens / WINDOW
+    distances, reused = distances / (tokens / WINDOW), reused / (tokens / WINDOW)
+    rows = range(layers)
     return Measurements(
         tokens=tokens,
         loss=loss,
         loss_mean=float(np.mean(list(loss.values()))),
         loss_without_ffn=float(np.mean(list(without.values()))),
-        layers=[_layer(counts[i], tokens, float(distances[i])) for i in range(layers)],
+        layers=[] if spec.experts else [_layer(counts[i], tokens, float(distances[i])) for i in rows],
+        loads=[_load(counts[i], float(distances[i]), float(reused[i]) if i else None) for i in rows]
+        if spec.experts
+        else [],
     )
 
 
@@ -87,13 +106,36 @@ def _evaluator(model: Decoder):
 
     @jax.jit
     def run(state, tokens, keep):
-        logits, gates = nnx.merge(graphdef, state)(tokens[:, :-1], keep)
+        whole = nnx.merge(graphdef, state)
+        logits, gates = whole(tokens[:, :-1], keep)
         loss = optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-        live = [gate > 0 for gate in gates]
+        live = [_live(model.spec, gate) for gate in gates]
         counts = jnp.stack([jnp.sum(a, axis=(0, 1), dtype=jnp.int32) for a in live])
-        return {"loss": loss, "live": counts, "jaccard": jnp.stack([_adjacent_distance(a) for a in live])}
+        measured = {"loss": loss, "live": counts, "jaccard": jnp.stack([_adjacent_distance(a) for a in live])}
+        return measured | {"reused": _reused(whole, tokens[:, :-1], live)}
 
     return lambda tokens, keep: jax.device_get(run(state, tokens, keep))
+
+
+def _live(spec: ModelSpec, gate: jax.Array) -> jax.Array:
+    """Which units a token uses [B, T, units], of what its activation or its router says of them."""
+    if spec.experts is None:
+        return gate > 0
+    flat = gate.reshape(-1, gate.shape[-1])
+    _, ids = jax.lax.top_k(flat, spec.experts.router.top_k)
+    return (spread(ids, jnp.ones(ids.shape, jnp.float32), spec.units) > 0).reshape(gate.shape)
+
+
+def _reused(model: Decoder, tokens: jax.Array, live: list[jax.Array]) -> jax.Array:
+    """[L] the share of each layer's experts that its router names when it reads the layer before's input; of the first
+    and of neurons 0."""
+    if model.spec.experts is None:
+        return jnp.zeros(model.spec.layers)
+    inputs, shares = model.ffn_inputs(tokens), [jnp.float32(0)]
+    for before, ffn, truth in zip(inputs, list(model.ffn)[1:], live[1:], strict=False):
+        guess = _live(model.spec, ffn.block.logits(before))
+        shares.append(jnp.sum(guess & truth, dtype=jnp.int32) / jnp.sum(truth, dtype=jnp.int32))
+    return jnp.stack(shares)
 
 
 def _adjacent_distance(live: jax.Array) -> jax.Array:
@@ -111,6 +153,12 @@ def _windows(ids: npt.NDArray[np.integer]) -> list[npt.NDArray[np.int32]]:
         raise ValueError(f"a text must have more than {WINDOW} tokens to be measured, got {len(ids)}")
     rows = np.stack([ids[i * WINDOW : (i + 1) * WINDOW + 1] for i in range(count)]).astype(np.int32)
     return [rows[i : i + BATCH] for i in range(0, count, BATCH)]
+
+
+def _load(counts: npt.NDArray[np.int64], distance: float, reused: float | None) -> LayerLoad:
+    share = counts / counts.sum()
+    overlap = 2 * (1 - distance) / (2 - distance)  # of two sets of one size, from their Jaccard distance
+    return LayerLoad(least=float(share.min()), most=float(share.max()), repeated=overlap, gate_reuse=reused)
 
 
 def _layer(counts: npt.NDArray[np.int64], tokens: int, distance: float) -> LayerSparsity:

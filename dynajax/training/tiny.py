@@ -56,6 +56,7 @@ TINY_MOE = ModelSpec(
     eos_ids=(0,),
     experts=ExpertSpec(router=RouterSpec(experts=16, top_k=4, renormalise=True), width=96, layers=tuple(range(6))),
 )
+ARCHITECTURES = {"relullama": ("tiny-relullama", TINY_RELULLAMA), "moe": ("tiny-moe", TINY_MOE)}
 STATS_TOKENS = 200_000
 
 
@@ -68,14 +69,16 @@ class Folders(NamedTuple):
     out: Path  # holds the tokenizer; replaced by the finished model folder, or left as it was
 
 
-def train_tiny(folders: Folders, *, minutes: float, seed: int, resume: bool) -> Measurements:
-    """Train, then measure what was written (bfloat16, not the float32 of the run) on the held-out sample."""
+def train_tiny(folders: Folders, arch: str, *, minutes: float, seed: int, resume: bool) -> Measurements:
+    """Train one of `ARCHITECTURES`, then measure what was written on the held-out sample: bfloat16, not the float32 of
+    the run."""
     corpus, sample, run, out = folders
     if not (out / "tokenizer.json").exists():
         raise StorageError(f"no tokenizer.json in {out}: run scripts/build_corpus.py --tokenizer {out} first")
     tokens = encode_corpus(corpus, out / "tokenizer.json")
     cfg = TrainConfig(minutes=minutes, seed=seed)
-    result = train(TINY_RELULLAMA, tokens["train"], cfg, run, resume=resume)
+    name, spec = ARCHITECTURES[arch]
+    result = train(spec, tokens["train"], cfg, run, resume=resume)
     draft = out.with_name(out.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     write_weights(draft, result.model, out)
@@ -85,7 +88,7 @@ def train_tiny(folders: Folders, *, minutes: float, seed: int, resume: bool) -> 
     manifest = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))
     facts = _facts(result, cfg, checkpoint.parameters) | {"stats_tokens": counted, "corpus": manifest}
     measured = measure(model, heldout_sample(sample, draft / "tokenizer.json"))
-    write_card(draft, facts, measured)
+    write_card(draft, name, facts, measured)
     swap_in(draft, out)
     return measured
 

@@ -1,32 +1,12 @@
 // The FFN as an XLA custom call of the CPU backend: `dynajax_cold_ffn`. A library of its own, so that the other one
 // knows nothing of jaxlib; it calls that one through the addresses in the table.
-#include <chrono>
-#include <cstring>
-#include <new>
-#include <string>
-#include <vector>
-
-#include "table.h"
-#include "xla/ffi/api/ffi.h"
+#include "call.h"
 
 int32_t hc_abi_version(void) { return hc_abi; }
 
 namespace {
 
-namespace ffi = xla::ffi;
-using Clock = std::chrono::steady_clock;
-using Table = ffi::BufferR1<ffi::U32>;
-using Rows = ffi::BufferR2<ffi::F32>;
-using Marks = ffi::BufferR1<ffi::PRED>;
-
-void add(int64_t* counter, int64_t value) { __atomic_fetch_add(counter, value, __ATOMIC_RELAXED); }
-
-// Memory that a thread keeps from call to call.
-template <typename T>
-T* at_least(std::vector<T>* scratch, int64_t size) {
-  if (static_cast<int64_t>(scratch->size()) < size) scratch->resize(size);
-  return scratch->data();
-}
+using namespace table_call;
 
 // Which rows are active, and whether they lie side by side.
 struct Active {
@@ -44,9 +24,9 @@ struct Active {
   bool adjacent() const { return end - first == count; }
 };
 
-class Call {
+class ActiveRows {
  public:
-  Call(FfiLayer* layer, const float* h, const bool* marks, int64_t rows, int64_t width, float* y)
+  ActiveRows(FfiLayer* layer, const float* h, const bool* marks, int64_t rows, int64_t width, float* y)
       : layer_(layer), h_(h), marks_(marks), rows_(rows), width_(width), y_(y), active_(marks, rows) {}
 
   // Every row of y is written, unless the status is not hc_ok. y may be h.
@@ -95,11 +75,12 @@ class Call {
     int64_t* totals = at_least(&scratch, active_.count + 1);
     const int64_t status =
         layer_->ffn(layer_->pool, layer_->arena, x, active_.count, layer_->units, layer_->count, layer_->activation,
-                    layer_->threshold, layer_->skip_zeros, nullptr, y, nullptr, nullptr, totals);
+                    layer_->threshold, layer_->skip_zeros, nullptr, nullptr, y, nullptr, nullptr, totals);
     if (status != hc_ok) return status;
     int64_t live = 0;
     for (int64_t t = 0; t < active_.count; ++t) live += totals[t];
     add(&layer_->live, live);
+    add(&layer_->computed, layer_->count);
     add(&layer_->bytes_read, totals[active_.count]);
     return hc_ok;
   }
@@ -119,42 +100,14 @@ class Call {
   const Active active_;
 };
 
-ffi::Error refuse(const std::string& what) { return ffi::Error::InvalidArgument("dynajax_cold_ffn: " + what); }
-
-ffi::Error fail(FfiLayer* layer, int64_t index, int64_t status) {
-  int64_t none = hc_ok;
-  __atomic_compare_exchange_n(&layer->status, &none, status, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-  const std::string reason = status == layer_not_attached ? "nothing is attached"
-                             : status == hc_no_memory     ? "no memory"
-                                                          : "unit " + std::to_string(status - 1) + " is out of range";
-  return ffi::Error::Internal("dynajax_cold_ffn: layer " + std::to_string(index) + ": " + reason);
-}
-
 ffi::Error cold_ffn(Table address, Rows h, Marks active, ffi::Result<Rows> y, int32_t index) {
-  const Clock::time_point begin = Clock::now();
-  if (address.dimensions()[0] != 2) return refuse("the table must be uint32[2]");
-  const FfiTable* table = nullptr;
-  std::memcpy(&table, address.typed_data(), sizeof table);
-  if (table == nullptr) return refuse("the table's address is zero");
-  if (index < 0 || index >= table->layers)
-    return refuse("layer must be in [0, " + std::to_string(table->layers) + "), got " + std::to_string(index));
-  FfiLayer* layer = table->layer + index;
-  if (layer->ffn == nullptr) return fail(layer, index, layer_not_attached);
-  const int64_t rows = h.dimensions()[0];
-  const int64_t width = h.dimensions()[1];
-  if (width != layer->arena->width)
-    return refuse("h must be " + std::to_string(layer->arena->width) + " wide, got " + std::to_string(width));
-  if (active.dimensions()[0] != rows)
-    return refuse("active must have " + std::to_string(rows) + " rows, got " + std::to_string(active.dimensions()[0]));
-  if (y->dimensions()[0] != rows || y->dimensions()[1] != width) return refuse("y must have the shape of h");
-  int64_t status = hc_no_memory;
-  try {
-    status = Call(layer, h.typed_data(), active.typed_data(), rows, width, y->typed_data()).run();
-  } catch (const std::bad_alloc&) {
-  }
-  if (status != hc_ok) return fail(layer, index, status);
-  add(&layer->nanoseconds, std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
-  return ffi::Error::Success();
+  Call call("dynajax_cold_ffn", index);
+  if (ffi::Error error = call.open(address, h, active, *y); error.failure()) return error;
+  return call.run([&](FfiLayer* layer) {
+    return ActiveRows(layer, h.typed_data(), active.typed_data(), h.dimensions()[0], h.dimensions()[1],
+                      y->typed_data())
+        .run();
+  });
 }
 
 }  // namespace

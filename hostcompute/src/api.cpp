@@ -70,16 +70,17 @@ void hc_pool_destroy(void* pool) {
 const char* hc_pool_isa(void* pool) { return static_cast<Handle*>(pool)->kernels->isa; }
 
 int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t batch, const int32_t* units, int64_t count,
-               int32_t activation, float threshold, int32_t skip_zeros, const uint8_t* admit, float* y, uint8_t* live,
-               float* values, int64_t* totals) {
+               int32_t activation, float threshold, int32_t skip_zeros, const uint8_t* admit, const float* weights,
+               float* y, uint8_t* live, float* values, int64_t* totals) {
   Handle& handle = *static_cast<Handle*>(pool);
   const int64_t outside = first_outside(*arena, units, count);
   if (outside != 0) return outside;
   std::lock_guard<std::mutex> turn(handle.pool->turn());
   try {
-    ffn(*handle.pool, *handle.kernels,
-        {*arena, x, batch, units, count, static_cast<Activation>(activation), threshold, skip_zeros != 0, admit, y,
-         live, values, totals});
+    const auto compute = weights == nullptr ? ffn : experts;
+    compute(*handle.pool, *handle.kernels,
+            {*arena, x, batch, units, count, static_cast<Activation>(activation), threshold, skip_zeros != 0, admit,
+             weights, y, live, values, totals});
   } catch (const std::bad_alloc&) {
     return hc_no_memory;
   }

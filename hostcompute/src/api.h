@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-constexpr int32_t hc_abi = 5;
+constexpr int32_t hc_abi = 6;
 
 #define HC_API extern "C" __attribute__((visibility("default")))
 
@@ -33,12 +33,14 @@ HC_API const char* hc_pool_isa(void* pool);
 
 // y[B,D] = FFN of x[B,D] over `count` units. activation: 0 relu, 1 fatrelu, 2 silu, 3 drelu; the last one,
 // relu(gate) * relu(up), needs three parts. admit: uint8 [B,count] or null: where it is 0 the unit is zero for the
-// row, whatever its gate; with skip_zeros zeros are then skipped of silu too. live: uint8 [B,count] or null.
-// values: [B,count] or null, what each unit's down row is multiplied with; only where arena->rows is 1. totals: int64
-// [B + 1], the live units of each row, then the bytes of weights read.
+// row, whatever its gate; with skip_zeros zeros are then skipped of silu too. weights: [B,count] or null, what a unit's
+// share of a row is multiplied with, as a router says; where a row's weight is 0, or admit, it costs nothing, and a unit
+// that no row wants is not read. live: uint8 [B,count] or null. values: [B,count] or null, what each unit's down row is
+// multiplied with; only where arena->rows is 1. totals: int64 [B + 1], the live units of each row, with weights its
+// live neurons; then the bytes of weights read.
 HC_API int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t batch, const int32_t* units,
                       int64_t count, int32_t activation, float threshold, int32_t skip_zeros, const uint8_t* admit,
-                      float* y, uint8_t* live, float* values, int64_t* totals);
+                      const float* weights, float* y, uint8_t* live, float* values, int64_t* totals);
 
 // out[i] = arena[units[i]], whole units.
 HC_API int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units, int64_t count, void* out);

@@ -39,10 +39,10 @@ class Order {
 class Few {
  public:
   Few(const Plan& plan, float* y, float* values)
-      : plan_(plan), d_(plan.call.arena.width), tokens_(static_cast<int>(plan.call.batch)) {
+      : plan_(plan), d_(plan.call.arena.width), tokens_(static_cast<int>(plan.tokens)) {
     for (int t = 0; t < tokens_; ++t) {
-      x_[t] = plan.call.x + t * d_;
-      y_[t] = y + t * d_;
+      x_[t] = plan.x(t);
+      y_[t] = plan.y(y, t);
     }
     for (Block& block : blocks_) {
       block.h = values;
@@ -83,7 +83,7 @@ class Few {
     if (plan_.has_gate()) add_needed(current, 1);
     add_needed(decided, plan_.down());
     const char* gates[max_block];
-    const int known = std::min(look_up_ahead, plan_.find_rows(then, gates));
+    const int known = std::min(look_up_ahead, plan_.find_upcoming(then, gates));
     for (int r = 0; r < known; ++r) order_.add(gates[r]);
     order_.end();
   }

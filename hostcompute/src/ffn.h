@@ -16,6 +16,7 @@ struct FfnCall {
   float threshold;
   bool skip_zeros;
   const uint8_t* admit;  // [batch, count], or null: every row admits every unit
+  const float* weights;  // [batch, count], or null; a row does without a unit of weight zero
   float* y;              // [batch, width]; may be x
   uint8_t* live;         // [batch, count], or null
   float* values;         // [batch, count], or null; only where arena.rows is 1
@@ -24,5 +25,6 @@ struct FfnCall {
 
 int64_t row_bytes(const hc_arena& arena);
 
-// Throws std::bad_alloc before anything is written to y. The caller holds pool.turn().
+// Both throw std::bad_alloc before anything is written to y. The caller holds pool.turn().
 void ffn(Pool& pool, const Kernels& kernels, const FfnCall& call);
+void experts(Pool& pool, const Kernels& kernels, const FfnCall& call);  // where there are weights

@@ -15,7 +15,7 @@ class Many {
         d_(plan.call.arena.width),
         y_(y),
         h_(values),
-        up_(values + max_block * plan.call.batch) {
+        up_(values + max_block * plan.tokens) {
     std::iota(all_, all_ + max_block, 0);
   }
 
@@ -25,7 +25,7 @@ class Many {
       rows_ = plan_.find_rows(block, base_);
       dots(0, h_);
       first_ = plan_.begin(block);
-      for (int64_t t = 0; t < call_.batch; ++t)
+      for (int64_t t = 0; t < plan_.tokens; ++t)
         for (int r = 0; r < rows_; ++r) h_[t * rows_ + r] = plan_.activate(first_ + r, t, h_[t * rows_ + r]);
       rows_read += rows_ + (plan_.skip ? skipping() : everything());
       tell();
@@ -36,7 +36,7 @@ class Many {
  private:
   void tell() const {
     if (call_.values == nullptr) return;
-    for (int64_t t = 0; t < call_.batch; ++t)
+    for (int64_t t = 0; t < plan_.tokens; ++t)
       for (int r = 0; r < rows_; ++r) plan_.tell(first_ + r, t, h_[t * rows_ + r]);
   }
 
@@ -54,10 +54,10 @@ class Many {
 
   // result[t * rows_ + r] = x[t] . row r, for all tokens and all neurons of the block.
   void dots(int part, float* result) const {
-    for (int64_t t0 = 0; t0 < call_.batch; t0 += tile) {
-      const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.batch - t0));
+    for (int64_t t0 = 0; t0 < plan_.tokens; t0 += tile) {
+      const int tokens = static_cast<int>(std::min<int64_t>(tile, plan_.tokens - t0));
       const float* x[tile];
-      for (int t = 0; t < tokens; ++t) x[t] = call_.x + (t0 + t) * d_;
+      for (int t = 0; t < tokens; ++t) x[t] = plan_.x(t0 + t);
       for_groups(all_, rows_, part, [&](int r0, int n, const void* const* rows, const void* const* next) {
         float out[tile * tile];
         plan_.tiles.dot[n != 1][tokens - 1](rows, x, d_, t0 == 0 ? next : nullptr, out);
@@ -70,13 +70,13 @@ class Many {
   int64_t everything() {
     if (plan_.has_gate()) {
       dots(1, up_);
-      for (int64_t t = 0; t < call_.batch; ++t)
+      for (int64_t t = 0; t < plan_.tokens; ++t)
         for (int r = 0; r < rows_; ++r) times_up(t, r, up_[t * rows_ + r]);
     }
-    for (int64_t t0 = 0; t0 < call_.batch; t0 += tile) {
-      const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.batch - t0));
+    for (int64_t t0 = 0; t0 < plan_.tokens; t0 += tile) {
+      const int tokens = static_cast<int>(std::min<int64_t>(tile, plan_.tokens - t0));
       float* y[tile];
-      for (int t = 0; t < tokens; ++t) y[t] = y_ + (t0 + t) * d_;
+      for (int t = 0; t < tokens; ++t) y[t] = plan_.y(y_, t0 + t);
       for_groups(all_, rows_, plan_.down(), [&](int r0, int n, const void* const* rows, const void* const* next) {
         float h[tile * tile];
         for (int r = 0; r < n; ++r)
@@ -90,12 +90,12 @@ class Many {
   // Up for all tokens, then down for all: two parts of a block fit into a cache, three may not.
   int64_t skipping() {
     const int64_t with_gate = count_live();
-    for (int64_t t = 0; plan_.has_gate() && t < call_.batch; ++t) {
+    for (int64_t t = 0; plan_.has_gate() && t < plan_.tokens; ++t) {
       int list[max_block];
       multiply_by_up(t, list, find_live(t, list));
     }
     const int64_t with_up = plan_.up_decides() ? count_live() : with_gate;
-    for (int64_t t = 0; t < call_.batch; ++t) {
+    for (int64_t t = 0; t < plan_.tokens; ++t) {
       int list[max_block];
       add_down(t, list, find_live(t, list));
     }
@@ -105,7 +105,7 @@ class Many {
   // Neurons of the block that some token needs.
   int64_t count_live() const {
     bool needed[max_block] = {};
-    for (int64_t t = 0; t < call_.batch; ++t)
+    for (int64_t t = 0; t < plan_.tokens; ++t)
       for (int r = 0; r < rows_; ++r) needed[r] = needed[r] || h_[t * rows_ + r] != 0;
     return std::count(needed, needed + rows_, true);
   }
@@ -123,7 +123,7 @@ class Many {
   }
 
   void multiply_by_up(int64_t t, const int* list, int live) {
-    const float* x = call_.x + t * d_;
+    const float* x = plan_.x(t);
     for_groups(list, live, 1, [&](int i, int n, const void* const* rows, const void* const* next) {
       float up[tile];
       plan_.tiles.dot[n != 1][0](rows, &x, d_, next, up);
@@ -132,7 +132,7 @@ class Many {
   }
 
   void add_down(int64_t t, const int* list, int live) {
-    float* y = y_ + t * d_;
+    float* y = plan_.y(y_, t);
     for_groups(list, live, plan_.down(), [&](int i, int n, const void* const* rows, const void* const* next) {
       float h[tile];
       for (int r = 0; r < n; ++r) h[r] = h_[t * rows_ + list[i + r]];

@@ -1,10 +1,12 @@
 // How the neurons of one FFN call are shared out, and where their rows lie.
 //
-// The inner rows of all units form one list of `count * rows` neurons. It is cut into blocks of nearly equal
-// size, and block b belongs to thread b mod threads. Every thread sums into its own [B,D]. All this depends
-// on nothing but the call and the number of threads, so equal calls give equal bits.
+// Without weights the inner rows of all units form one list of `count * rows` neurons. It is cut into blocks of nearly
+// equal size, and block b belongs to thread b mod threads. With weights a plan is made for each unit that some row
+// wants, and for each thread, see experts.cpp; all of its blocks belong to that thread. Every thread sums into its own
+// rows of y. All this depends on nothing but the call and the number of threads, so equal calls give equal bits.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -16,50 +18,118 @@ constexpr int max_block = 64;  // neurons
 constexpr int block_values = 3;  // values of a neuron and a token that a thread has room for
 constexpr int few_tokens = 2;  // from more on, x and y no longer fit into the first cache beside the weights
 
+// A row of x that wants a unit.
+struct Guest {
+  int32_t row;   // of x
+  int32_t slot;  // its row in the threads' sums
+  float weight;
+};
+
+// Some neurons of one unit, and the rows they are computed for.
+struct Visit {
+  int64_t position;  // of the unit in the call's list
+  int64_t begin;     // the neurons, counted in the unit
+  int64_t end;
+  const Guest* guests;
+  int64_t count;     // of guests
+  int64_t* live;     // of each slot: its live neurons are added up there
+  const char* then;  // the row that is read behind the last one, or null
+};
+
 class Plan {
  public:
   Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* live);
+  Plan(const FfnCall& call, const Kernels& kernels, const Visit& visit);  // keeps a pointer to the visit
 
   const FfnCall& call;
   const Tiles& tiles;
   const int threads;
-  uint8_t* const live;  // [batch, count], zeroed
+  const int64_t tokens;
+  uint8_t* const live;  // [batch, count], zeroed; with a visit it may be null
   int64_t blocks;
   bool skip;  // look for zeros at all
 
   int down() const { return static_cast<int>(call.arena.parts) - 1; }
   bool has_gate() const { return call.arena.parts == 3; }
 
+  const float* x(int64_t token) const { return call.x + row(token) * call.arena.width; }
+  float* y(float* sums, int64_t token) const {
+    return sums + (visit_ == nullptr ? token : visit_->guests[token].slot) * call.arena.width;
+  }
+
   int64_t begin(int64_t block) const { return block * neurons_ / blocks; }  // its first neuron
 
   // Finds the part-0 row of each neuron of a block; returns how many there are. Part p lies p strides on.
   int find_rows(int64_t block, const char** rows) const;
+  // The same, and behind the last block the rows that are read then, as far as they are known.
+  int find_upcoming(int64_t block, const char** rows) const;
   int64_t part_stride() const { return call.arena.rows * row_bytes_; }
   int64_t row_bytes() const { return row_bytes_; }
 
   bool up_decides() const { return skip && call.activation == drelu; }  // which down rows are needed
 
   // The activation of a neuron's gate for a token, zero where the token does not admit the neuron's unit; the unit is
-  // marked live if it is not zero. With dReLU that is left to `times_up`.
-  float activate(int64_t neuron, int64_t token, float gate) const;
+  // marked live if it is not zero. With dReLU that is left to `times_up`. Without a gate it is weighted.
+  float activate(int64_t neuron, int64_t token, float gate) const {
+    if (visit_ == nullptr && call.admit != nullptr && call.admit[mark_of(neuron, token)] == 0) return 0;
+    float value;  // the comparisons let a NaN through, so that a numerical failure shows
+    switch (call.activation) {
+      case relu:
+      case drelu:
+        value = gate <= 0 ? 0 : gate;
+        break;
+      case fatrelu:
+        value = gate < call.threshold ? 0 : gate;
+        break;
+      default:
+        value = gate / (1 + std::exp(-gate));
+    }
+    if (value != 0 && call.activation != drelu) mark(neuron, token);
+    return visit_ == nullptr || has_gate() ? value : weighted(token, value);
+  }
 
-  // What `activate` gave, times up, which dReLU activates too. Zero stays zero, whatever up is.
-  float times_up(int64_t neuron, int64_t token, float value, float up) const;
+  // What `activate` gave, times up, which dReLU activates too, and weighted. Zero stays zero, whatever up is.
+  float times_up(int64_t neuron, int64_t token, float value, float up) const {
+    if (value == 0) return 0;
+    if (call.activation == drelu) {
+      value *= up <= 0 ? 0 : up;
+      if (value != 0) mark(neuron, token);
+    } else {
+      value *= up;
+    }
+    return visit_ == nullptr ? value : weighted(token, value);
+  }
 
   // Tells the caller, if it asked, what the neuron's down row is multiplied with; zero needs no telling.
   void tell(int64_t neuron, int64_t token, float value) const {
-    if (call.values != nullptr) call.values[token * call.count + neuron] = value;
+    if (call.values != nullptr) call.values[mark_of(neuron, token)] = value;
   }
 
  private:
-  int64_t mark_of(int64_t neuron, int64_t token) const;
-  void mark(int64_t neuron, int64_t token) const;
+  int64_t row(int64_t token) const { return visit_ == nullptr ? token : visit_->guests[token].row; }
 
+  // Zero counts for nothing, even times an infinite weight.
+  float weighted(int64_t token, float value) const { return value == 0 ? 0 : value * visit_->guests[token].weight; }
+
+  // Where in [batch, count] the neuron's unit is for a token.
+  int64_t mark_of(int64_t neuron, int64_t token) const {
+    if (visit_ != nullptr) return row(token) * call.count + visit_->position;
+    return token * call.count + (call.arena.rows == 1 ? neuron : neuron / call.arena.rows);  // a division takes a while
+  }
+
+  void mark(int64_t neuron, int64_t token) const {
+    if (visit_ != nullptr) ++visit_->live[visit_->guests[token].slot];
+    if (live == nullptr) return;
+    // Two threads may mark the same expert; both write the same value.
+    __atomic_store_n(&live[mark_of(neuron, token)], 1, __ATOMIC_RELAXED);
+  }
+
+  const Visit* const visit_;
   int64_t neurons_;
   int64_t row_bytes_;
 };
 
-// Both add this thread's share of the answer to y [B,D] and return the number of weight rows read. `values`
-// has room for block_values * max_block * batch floats.
-int64_t compute_few(const Plan& plan, int thread, float* y, float* values);   // batch <= few_tokens
+// Both add this thread's share of the answer to y and return the number of weight rows read. `values` has room for
+// block_values * max_block * tokens floats.
+int64_t compute_few(const Plan& plan, int thread, float* y, float* values);   // tokens <= few_tokens
 int64_t compute_many(const Plan& plan, int thread, float* y, float* values);

@@ -26,7 +26,7 @@ def asked(monkeypatch):
 def refusal(name):
     with pytest.raises(ModelError) as caught:
         resolve_model(name)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 700
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 800
     assert caught.value.exit_code == 3
     return str(caught.value)
 
@@ -48,12 +48,13 @@ def test_a_gguf_file(tmp_path, asked):
     assert asked == []
 
 
-def test_an_alias_names_the_shipped_folder(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path / "assets" / "tiny-relullama", TINY)
+@pytest.mark.parametrize("name", ["tiny-relullama", "tiny-moe"])
+def test_an_alias_names_the_shipped_folder(tmp_path, monkeypatch, name):
+    make_checkpoint(tmp_path / "assets" / name, TINY)
     monkeypatch.setattr(names.resources, "files", lambda package: tmp_path)
-    assert resolve_model("tiny-relullama") == tmp_path / "assets" / "tiny-relullama"
-    (tmp_path / "assets" / "tiny-relullama" / "config.json").unlink()
-    assert "install dynajax again" in refusal("tiny-relullama")
+    assert resolve_model(name) == tmp_path / "assets" / name
+    (tmp_path / "assets" / name / "config.json").unlink()
+    assert "install dynajax again" in refusal(name)
 
 
 def test_a_fetched_model(tmp_path, monkeypatch, asked):
@@ -69,6 +70,12 @@ def test_a_fetched_model(tmp_path, monkeypatch, asked):
     [
         ("relullama-13b", "SparseLLM/ReluLLaMA-13B"),
         ("prosparse-7b", "SparseLLM/prosparse-llama-2-7b"),
+        ("mixtral-8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
+        ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
+        ("qwen1.5-moe-a2.7b", "Qwen/Qwen1.5-MoE-A2.7B"),
+        ("olmoe-1b-7b", "allenai/OLMoE-1B-7B-0125"),
+        ("deepseek-v2-lite@main", "deepseek-ai/DeepSeek-V2-Lite@main"),
+        ("granite-1b-a400m", "ibm-granite/granite-3.1-1b-a400m-base"),
         ("opt-1.3b@refs/pr/1", "facebook/opt-1.3b@refs/pr/1"),
         ("user/repo", "user/repo"),
         ("user/repo.v1@0123abc", "user/repo.v1@0123abc"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynajax import Engine, scheduler
+from dynajax import Engine, worker
 from dynajax.engine import plans
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.prediction import Predictors
@@ -168,7 +168,7 @@ def test_a_hang_and_a_thread_that_comes_back(engine, fresh, patch, owner, name, 
 
     runner = engine._parts.plans.runner
     patch.setattr(runner, "wishes", replace(runner.wishes, always_waits=waits, deadline_s=1e-3))
-    patch.setattr(scheduler, "HANG_S", 0.3)
+    patch.setattr(worker, "HANG_S", 0.3)
     planted = Fault(patch, owner, name, hang)
     begin = time.perf_counter()
     with pytest.raises(EngineError, match=r"the scheduler did not answer within 0\.3 s"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from hostcompute import HostPool, NumpyPool, ffn_reference
-from hostcompute.reference import values_reference
+from hostcompute.reference import values_reference, wanted_pairs
 
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
@@ -35,18 +35,32 @@ class Case:
     activation: str
     threshold: float
     admit: np.ndarray | None = None  # [B,C]
+    weights: np.ndarray | None = None  # [B,C]
 
     @property
     def kind(self) -> dict:
         return {"activation": self.activation, "threshold": self.threshold}
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
-        return ffn_reference(self.x, self.bundle, self.units, self.activation, self.threshold, self.admit)
+        return ffn_reference(self.x, self.bundle, self.units, self.activation, self.threshold, self.admit, self.weights)
+
+    def neurons(self) -> "Case":
+        """The same with each inner row a unit, which changes nothing but what is counted."""
+        n, parts, inner, width = self.bundle.shape
+        rows = self.bundle.transpose(0, 2, 1, 3).reshape(n * inner, parts, 1, width)
+        units = (self.units[:, None] * inner + np.arange(inner)).ravel()
+        marks = [None if one is None else np.repeat(one, inner, axis=1) for one in (self.admit, self.weights)]
+        return replace(self, bundle=rows, units=units, admit=marks[0], weights=marks[1])
+
+    def live_count(self) -> np.ndarray:
+        """[B] What the pools count: live units, with weights live neurons."""
+        return (self if self.weights is None else self.neurons()).reference()[1].sum(axis=1)
 
     def tolerance(self) -> float:
         """What rounding in float32 may add up to: a few parts in a million of the sum of all terms' sizes."""
         sizes = np.abs(self.bundle.astype(np.float64))
-        y, _ = ffn_reference(np.abs(self.x), sizes, self.units, self.activation)
+        weights = None if self.weights is None else np.abs(self.weights)
+        y, _ = ffn_reference(np.abs(self.x), sizes, self.units, self.activation, weights=weights)
         return 3e-6 * float(y.max(initial=1.0))
 
 
@@ -98,38 +112,52 @@ def admitting(case: Case, share: float, seed: int = 0) -> Case:
     return replace(case, admit=marks.astype(np.uint8))
 
 
+def routed(case: Case, top_k: int, seed: int = 0) -> Case:
+    """The case with weights at random, of either sign: of each row's units so many have one that is not zero."""
+    rng = np.random.default_rng(seed)
+    shape = (len(case.x), len(case.units))
+    chosen = rng.random(shape).argsort(axis=1) < top_k
+    signs = np.where(rng.random(shape) < 0.2, -1, 1)
+    return replace(case, weights=np.where(chosen, rng.uniform(0.1, 1, shape) * signs, 0).astype(np.float32))
+
+
 def check(pool: HostPool | NumpyPool, case: Case, *, skip_zeros: bool) -> None:
     wanted, live = case.reference()
     out = np.full(case.x.shape, np.nan, np.float32)
     marks = np.full(live.shape, 7, np.uint8)
     values = np.full(live.shape, np.nan, np.float32) if case.bundle.shape[2] == 1 else None
-    given = {"skip_zeros": skip_zeros, "admit": case.admit, "out": out, "live": marks, "values": values}
-    result = pool.ffn(case.x, case.bundle, case.units, **case.kind, **given)
+    given = {"admit": case.admit, "weights": case.weights, "out": out, "live": marks, "values": values}
+    result = pool.ffn(case.x, case.bundle, case.units, **case.kind, skip_zeros=skip_zeros, **given)
     assert result.y is out
     np.testing.assert_allclose(out, wanted, rtol=0, atol=case.tolerance())
     np.testing.assert_array_equal(marks, live)
-    np.testing.assert_array_equal(result.live_count, live.sum(axis=1))
+    np.testing.assert_array_equal(result.live_count, case.live_count())
     assert result.bytes_read == bytes_needed(case, skip_zeros=skip_zeros)
     if values is not None:
-        h, _ = values_reference(case.x, case.bundle, case.units, case.activation, case.threshold, case.admit)
+        h, _ = values_reference(
+            case.x, case.bundle, case.units, case.activation, case.threshold, case.admit, case.weights
+        )
         np.testing.assert_allclose(values, h[:, :, 0], rtol=1e-5, atol=1e-6)
         assert not values[h[:, :, 0] == 0].any()
 
 
 def bytes_needed(case: Case, *, skip_zeros: bool) -> int:
-    """Every gate row; up and down of the rows that some token needs, or of all.
+    """Every gate row; up and down of the rows that some token needs, or of all. With weights of wanted units only.
 
     Up is needed where the gate is not zero, and so is down, but with drelu only where up is not zero either.
     """
-    n, parts, inner, width = case.bundle.shape
-    rows = case.bundle.transpose(0, 2, 1, 3).reshape(n * inner, parts, 1, width)  # each inner row a unit
-    units = (case.units[:, None] * inner + np.arange(inner)).ravel()
-    admit = None if case.admit is None else np.repeat(case.admit, inner, axis=1)
-    single = replace(case, bundle=rows, units=units, admit=admit)
+    single = case.neurons()
     by_gate = replace(single, activation="relu") if case.activation == "drelu" else single
-    skips = skip_zeros and (case.activation != "silu" or case.admit is not None)
-    downs, ups = (int((one.reference()[1] | (not skips)).any(axis=0).sum()) for one in (single, by_gate))
-    return (len(units) + (ups if parts == 3 else 0) + downs) * width * case.bundle.itemsize
+    skips = skip_zeros and (case.activation != "silu" or (case.admit is not None and case.weights is None))
+    wanted = np.ones(len(single.units), np.bool_)
+    if single.weights is not None:
+        wanted = wanted_pairs(single.weights, single.admit).any(axis=0)
+    downs, ups = (
+        int((wanted & (one.reference()[1] | (not skips)).any(axis=0)).sum()) if len(case.x) else 0
+        for one in (single, by_gate)
+    )
+    rows = wanted.sum() + (ups if case.bundle.shape[1] == 3 else 0) + downs
+    return int(rows) * case.bundle.shape[3] * case.bundle.itemsize
 
 
 def task_count() -> int:

@@ -79,6 +79,7 @@ def test_it_equals_the_pool_bit_for_bit(pool, dtype, activation, batch, marks):
     counters = table.counters()
     assert counters.rows.tolist() == [active.sum()]
     assert counters.live.tolist() == [wanted.live_count.sum()]
+    assert counters.computed.tolist() == [80 if active.any() else 0]
     assert counters.bytes_read.tolist() == [wanted.bytes_read if active.any() else 0]
     assert 0 < counters.seconds[0] < 10
 
@@ -152,7 +153,7 @@ def test_counters_add_up_until_they_are_reset(table, case):
         assert table.counters().rows.tolist() == [2 * calls]
     before = table.counters()
     table.reset()
-    assert [counts.tolist() for counts in table.counters()] == [[0]] * 4
+    assert [counts.tolist() for counts in table.counters()] == [[0]] * 5
     assert before.rows.tolist() == [6]  # a copy
 
 

@@ -77,7 +77,7 @@ class Maker:
         return block
 
     def kv(self):
-        return self.floats(*self.shapes.kv_shape)
+        return self.floats(*self.shapes.k_shape)
 
     def rows(self):
         return self.floats(self.shapes.batch, self.spec.hidden)

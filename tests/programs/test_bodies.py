@@ -33,7 +33,7 @@ def sequence(request):
 def prefilled(sequence, row, chunks, count, prefix=256):
     """xs, h of each token, and the caches after `count` tokens in chunks; other rows and later positions hold 7."""
     spec = sequence.spec
-    k = v = np.full(SHAPES.kv_shape, 7, np.float32)
+    k = v = np.full(SHAPES.k_shape, 7, np.float32)
     xs = np.full((SHAPES.ctx, spec.hidden), 7, np.float32)
     xs[:count] = sequence.x[:count]
     hidden, start = [], 0

@@ -133,7 +133,7 @@ def test_chunk_sizes(hidden, ctx, expected):
 def test_shapes():
     spec = replace(TINY, kv_heads=2, head_dim=16)
     one = Shapes(spec=spec, dtype="float16", ctx=24, batch=3)
-    assert one.kv_shape == (3, 24, 2, 16)
+    assert one.k_shape == (3, 24, 2, 16)
     for dtype, weight, pool in (
         ("float32", "float32", "float32"),
         ("float16", "float16", "float16"),

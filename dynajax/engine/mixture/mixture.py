@@ -1,0 +1,146 @@
+"""What drives the experts of an open engine: planner, mover and runner, and how they are made anew after a failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from dynajax.bundles import HostStore
+from dynajax.engine.mixture.foretelling import Foretellers
+from dynajax.engine.mixture.layers import MixtureLayers
+from dynajax.engine.mixture.probing import probe_costs
+from dynajax.engine.mixture.runner import MixtureRunner, Wishes
+from dynajax.engine.mixture.strategy import MixtureStrategy, expert_config
+from dynajax.engine.planning import Prepared
+from dynajax.mover import Mover, Span
+from dynajax.policy.expert_costs import ExpertCostEstimator
+from dynajax.policy.experts.planner import ExpertPlanner
+from dynajax.policy.experts.records import ExpertCosts
+from dynajax.policy.guard import Guard
+from dynajax.pool import DevicePool
+from dynajax.staging import Staging, open_staging
+from dynajax.transfer import UnitTransfer, fill_units
+
+FIXED = ExpertCosts(  # of --deterministic: of a GPU on PCIe 4 and a desktop's memory, for an expert of 10 MB
+    t0_s=1e-5, t_trans_s=4e-4, gpu_s=2e-5, gpu_token_s=5e-7, cpu_s=2.5e-4, cpu_token_s=2e-5, t_sync_s=2e-5
+)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Mixture:
+    """See the head of this file."""
+
+    prepared: Prepared
+    store: HostStore
+    frequency: npt.NDArray[np.float32]  # [M, E]
+    staging: str | None
+    buffers: DevicePool | None
+    runner: MixtureRunner
+    span: Span | None = None  # where a timeline is written
+
+    def start(self) -> None:
+        """A mover and fresh books."""
+        runner = self.runner
+        runner.planner = make_planner(self.prepared, runner.layers.pool, self.frequency)
+        if runner.wishes.moves:
+            transfer = UnitTransfer(self.store, runner.layers.programs, self._open_staging())
+            runner.mover = Mover(transfer)
+            runner.mover.span = self.span
+
+    def _open_staging(self) -> Staging:
+        assert self.staging is not None
+        return open_staging(self.staging, jax.local_devices()[0], probe_piece(self.store))
+
+    def restart(self) -> None:
+        """After a failed step: nothing moves any more, and every expert is where it was placed at first."""
+        runner, pool = self.runner, self.runner.layers.pool
+        if runner.mover is not None:
+            runner.mover.close()
+        runner.forget()
+        if self.store.arenas:
+            pool.clear()
+            if self.buffers is not None:
+                self.buffers.clear()
+            fill_units(UnitTransfer(self.store, runner.layers.programs), pool, self.prepared.placement)
+        self.start()
+
+    def tell(self, span: Span | None) -> None:
+        """Where moves are written from now on."""
+        self.span = span
+        if self.runner.mover is not None:
+            self.runner.mover.span = span
+
+    def check(self) -> None:
+        """The books: planner and pool agree once nothing moves."""
+        runner = self.runner
+        if runner.mover is not None and not runner.mover.failed:
+            runner.settle()
+            runner.planner.check()
+
+    def close(self) -> None:
+        """The mover ends."""
+        if self.runner.mover is not None:
+            self.runner.mover.close()
+
+
+def probe_piece(store: HostStore) -> npt.NDArray:
+    """A block as large as what is sent at a time."""
+    rows = min(store.arenas[0].shape[2], 4096)
+    return np.zeros((rows, store.arenas[0].shape[3]), store.dtype)
+
+
+def make_planner(prepared: Prepared, pool: DevicePool, frequency: npt.NDArray[np.float32]) -> ExpertPlanner:
+    """One for what the pool holds now."""
+    strategy, spec = prepared.strategy, prepared.spec
+    assert isinstance(strategy, MixtureStrategy)
+    buckets = [pool.bucket(m) for m in range(len(spec.unit_layers))]
+    config = expert_config(strategy.knobs)
+    return ExpertPlanner(len(buckets), spec.units, strategy.parts, config, buckets, frequency)
+
+
+def make_mixture(
+    prepared: Prepared,
+    layers: MixtureLayers,
+    store: HostStore,
+    frequency: npt.NDArray[np.float32],
+    *,
+    staging: str,
+    deterministic: bool,
+) -> Mixture:
+    """Planner, runner and mover, running."""
+    spec, strategy, programs = prepared.spec, prepared.strategy, prepared.programs
+    assert isinstance(strategy, MixtureStrategy)
+    moves = strategy.moves and any(layers.pool.slots) and bool(store.arenas)
+    buffers = None
+    if moves:
+        kind = programs.shapes.pool_type
+        buffers = DevicePool((1, 1), spec.ffn_parts, spec.unit_rows, spec.hidden, kind, spec.units)
+        staging = open_staging(staging, jax.local_devices()[0], probe_piece(store)).name
+    planner = make_planner(prepared, layers.pool, frequency)
+    costs = FIXED if deterministic or not store.arenas else probe_costs(layers, store, moves=moves)
+    estimator = ExpertCostEstimator(costs, strategy.knobs.safety, fixed=deterministic)
+    wishes = Wishes(moves=moves, always_waits=deterministic)
+    runner = MixtureRunner(layers, planner, estimator, wishes, buffers, foretellers(prepared, layers, moves=moves))
+    runner.guard = Guard() if strategy.guarded and moves else None
+    made = Mixture(
+        prepared=prepared,
+        store=store,
+        frequency=frequency,
+        staging=staging if moves else None,
+        buffers=buffers,
+        runner=runner,
+    )
+    made.start()
+    return made
+
+
+def foretellers(prepared: Prepared, layers: MixtureLayers, *, moves: bool) -> Foretellers | None:
+    """What predicts where tokens go in later layers; None where nothing is to be prefetched by it."""
+    strategy = prepared.strategy
+    assert isinstance(strategy, MixtureStrategy)
+    if not moves or strategy.parts.prefetch in ("none", "count"):
+        return None
+    return Foretellers.load(layers, strategy.parts.prefetch, strategy.knobs.lead, prepared.folder)

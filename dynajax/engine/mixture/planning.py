@@ -1,0 +1,43 @@
+"""From a mixture of experts and the user's wishes to what will run; see `engine.planning`. Loads no weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dynajax import budget
+from dynajax.config import DTYPE_BYTES, ModelSpec
+from dynajax.engine.layout import Layout
+from dynajax.engine.mixture.strategy import MixtureStrategy
+from dynajax.transfer import RING, piece_rows
+
+BUFFERS = 2  # experts of a prompt that are on their way through the device
+
+
+def with_buffers(layout: Layout, strategy: MixtureStrategy, host_dtype: str) -> Layout:
+    """The layout with what bringing experts in needs beside the pool: pieces on their way, and a prompt's buffers."""
+    spec, shapes = layout.programs.shapes.spec, layout.programs.shapes
+    pieces = RING * piece_bytes(spec, host_dtype)
+    if not strategy.moves:  # the pool is filled before anything else needs the memory of temporaries
+        return _grown(layout, {"scratch": layout.fixed["scratch"] + max(0, pieces - layout.temporaries)})
+    return _grown(layout, {"staging": pieces + BUFFERS * budget.unit_bytes(spec, shapes.dtype)})
+
+
+def _grown(layout: Layout, more: dict[str, int]) -> Layout:
+    fixed = layout.fixed | more
+    total = layout.budget_bytes
+    if layout.unlimited:
+        total += sum(fixed.values()) - sum(layout.fixed.values())
+    left = budget.pool_budget(total, sum(fixed.values()), gpu=layout.gpu)
+    return replace(layout, fixed=fixed, budget_bytes=total, pool_bytes=left)
+
+
+def piece_bytes(spec: ModelSpec, host_dtype: str) -> int:
+    """Bytes of an expert that are sent at a time."""
+    row = spec.hidden * DTYPE_BYTES[host_dtype]
+    return piece_rows(spec.unit_rows, row) * row
+
+
+def host_extra(strategy: MixtureStrategy, spec: ModelSpec) -> dict[str, int]:
+    """What plans keep in host memory: by expert its place, workload and scores."""
+    by_expert = 48 * len(spec.unit_layers) * spec.units
+    return {"staging": 0, "statistics": by_expert if strategy.planned else 0}

@@ -1,0 +1,71 @@
+"""What experts cost on this machine before the first one was asked for: a few of each side, timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from dynajax.bundles import HostStore
+from dynajax.engine.mixture.groups import Routed
+from dynajax.engine.mixture.layers import MixtureLayers
+from dynajax.policy.costs import LOW_S
+from dynajax.policy.expert_costs import ExpertCostEstimator
+from dynajax.policy.experts.records import ExpertCosts
+
+REPEATS = 3
+START = ExpertCosts(
+    t0_s=1e-5, t_trans_s=4e-4, gpu_s=2e-5, gpu_token_s=5e-7, cpu_s=2.5e-4, cpu_token_s=2e-5, t_sync_s=2e-5
+)
+
+
+def probe_costs(layers: MixtureLayers, store: HostStore, *, moves: bool) -> ExpertCosts:
+    """Measured with as many rows as the engine decodes; what cannot be had here is a typical figure."""
+    spec, batch = layers.spec, layers.programs.shapes.batch
+    h = np.random.default_rng(0).standard_normal((batch, spec.hidden), np.float32)
+    estimator = ExpertCostEstimator(START)
+    sync_s = _fastest(lambda: np.asarray(jax.device_put(h) + 0))
+    for experts, rows in {(1, 1), (1, batch), (min(2, spec.units), 1)}:
+        for side, run in (("cpu", _host), ("gpu", _device)):
+            step = run(layers, h, experts, rows)
+            if step is not None:
+                estimator.observe(side, experts, experts * rows, _fastest(step))
+    if moves:
+        rows = store.arenas[0][0].reshape(-1, spec.hidden)
+        estimator.observe_move(_fastest(lambda: jax.device_put(rows).block_until_ready()))
+    found = estimator.costs()
+    names = ("t0_s", "t_trans_s", "gpu_s", "gpu_token_s", "cpu_s", "cpu_token_s")
+    return ExpertCosts(t_sync_s=max(LOW_S, sync_s), **{name: getattr(found, name) for name in names})
+
+
+def _routed(experts: int, rows: int) -> Routed:
+    """`rows` tokens that all go to the first experts."""
+    ids = np.broadcast_to(np.arange(experts, dtype=np.int32), (rows, experts))
+    return Routed(np.ascontiguousarray(ids), np.full(ids.shape, 1 / experts, np.float32))
+
+
+def _host(layers: MixtureLayers, h: np.ndarray, experts: int, rows: int) -> Callable[[], object]:
+    routed, wanted = _routed(experts, rows), np.arange(experts, dtype=np.int32)
+    return lambda: layers.cold.run(0, h[:rows], routed, wanted)
+
+
+def _device(layers: MixtureLayers, h: np.ndarray, experts: int, rows: int) -> Callable[[], object] | None:
+    m = next((m for m, slots in enumerate(layers.pool.slots) if slots >= experts), None)
+    if m is None:
+        return None
+    there = np.sort(layers.pool.bucket(m)[:experts])
+    routed = Routed(np.ascontiguousarray(np.broadcast_to(there, (rows, experts))), _routed(experts, rows).weights)
+    x = jax.device_put(h)
+    return lambda: layers.hot_rows(m, x, x, there, routed).block_until_ready()
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    run()
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return min(times)

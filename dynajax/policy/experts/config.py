@@ -1,0 +1,35 @@
+"""Every constant of an expert policy, in one frozen record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynajax.config import check_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertConfig:
+    """Constants of the expert policies; `--set NAME=VALUE` sets one.
+
+    DALI's own w_size and u_size are not known: of those that its port tests, 4 and 1 are the default here. The rest was
+    chosen with `benchmarks/expert_cache.py` on synthetic routing.
+    """
+
+    decay: float = 0.96  # of an expert's share of the traffic per step, which so remembers 1 / (1 - decay) steps
+    move_price: float = 0.2  # a swap must save so many times what moving an expert takes, while its score holds
+    w_size: int = 4  # dali: steps of a window
+    u_size: int = 1  # dali: swaps at its end
+    ema_decay: float = 0.7  # ema: of the scores per step
+    count_decay: float = 0.5  # of the workload that `count` predicts
+    confidence: float = 0.5  # that a predicted expert is live, until it has been seen how often it is
+    confidence_decay: float = 0.95  # of what was seen, per prediction
+    prefetch_price: float = 0.1  # what a prefetch must be expected to save, in times of moving an expert
+
+    def __post_init__(self) -> None:
+        for name in ("decay", "ema_decay", "count_decay", "confidence_decay"):
+            check_number(name, getattr(self, name), 0, 0.9999)
+        for name in ("move_price", "prefetch_price"):
+            check_number(name, getattr(self, name), 0, 1e6)
+        for name in ("w_size", "u_size"):
+            check_number(name, getattr(self, name), 1, 2**31, whole=True)
+        check_number("confidence", self.confidence, 0, 1)

@@ -1,0 +1,98 @@
+"""What the programs of a mixture of experts compute beside those of `bodies`: routing, and experts in place of neurons.
+
+A layer of such a model is attention and router in one program, then on both sides the experts that the tokens chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from dynajax.config import ModelSpec
+from dynajax.models.decoder import AttentionBlock, RoutingBlock, add_ffn
+from dynajax.ops.experts import grouped_experts, routed_experts
+from dynajax.ops.linear import contract
+from dynajax.programs.bodies import Parts, attend_chunk, attend_rows, embed_rows, head
+
+HostExperts = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # h, ids, weights, active -> y_cold
+
+
+def route_rows(block: AttentionBlock, routing: RoutingBlock, k, v, x, y_cold, positions, *, prefix: int):
+    """`attend_rows`, and where its tokens go: -> x, h [B,D], experts [B,K] int32, weights [B,K], and the caches."""
+    x, h, k, v = attend_rows(block, k, v, x, y_cold, positions, prefix=prefix)
+    ids, weights = routing.route(routing.logits(h))
+    return x, h, ids, weights, k, v
+
+
+def route_chunk(block: AttentionBlock, routing: RoutingBlock, k, v, xs, y_cold, row, start, *, prefix: int):
+    """`attend_chunk`, and where its tokens go: -> xs, h [T,D], experts [T,K], weights [T,K], and the caches."""
+    xs, h, k, v = attend_chunk(block, k, v, xs, y_cold, row, start, prefix=prefix)
+    ids, weights = routing.route(routing.logits(h))
+    return xs, h, ids, weights, k, v
+
+
+def always_rows(routing: RoutingBlock, x, h):
+    """x [B,D] plus what every token gets: the shared expert, or a layer's only FFN."""
+    return add_ffn(routing.spec, x, routing.always(h))
+
+
+def always_chunk(routing: RoutingBlock, xs, h, start):
+    """The same at the T = h.shape[0] positions of xs [S,D] from `start`."""
+    old = jax.lax.dynamic_slice_in_dim(xs, start, h.shape[0])
+    return jax.lax.dynamic_update_slice_in_dim(xs, always_rows(routing, old, h), start, axis=0)
+
+
+def experts_rows(x, h, parts: Parts, slots, rows, weights, *, spec: ModelSpec):
+    """x [B,D] plus the share of some slots of a pool: slots [A], the tokens of each [A,C], their weights [A,C]."""
+    y = grouped_experts(h, parts, slots, rows, weights, width=spec.unit_rows, activation=spec.activation)
+    return add_ffn(spec, x, y)
+
+
+def experts_chunk(xs, h, parts: Parts, slots, rows, weights, start, *, spec: ModelSpec):
+    """The same at the T = h.shape[0] positions of xs [S,D] from `start`."""
+    old = jax.lax.dynamic_slice_in_dim(xs, start, h.shape[0])
+    new = experts_rows(old, h, parts, slots, rows, weights, spec=spec)
+    return jax.lax.dynamic_update_slice_in_dim(xs, new, start, axis=0)
+
+
+def foretell(routing: RoutingBlock, h, shift, down, up):
+    """Where tokens are expected to go in a later layer, by its router: h [B,D] corrected by shift [D] and, with r > 0,
+    by up [D,r] times down [r,D] -> experts [B,K] int32."""
+    guess = h + shift[None, :]
+    if down.shape[0]:
+        guess = guess + contract("BR,DR->BD", contract("BD,RD->BR", h, down), up)
+    return routing.route(routing.logits(guess))[0]
+
+
+def token_rows(ends, blocks, caches, pools, hosts: Sequence[HostExperts | None], state, *, prefix: int):
+    """A whole decode step in one program -> logits [B,V], tally, ks, vs. See `bodies.token_rows`.
+
+    blocks: (AttentionBlock, RoutingBlock) of every layer. pools, hosts and where: of the layers that have experts, in
+    their order; where [E] is the slot of an expert, -1 on the host. The tally gains the pairs found in a pool.
+    """
+    norm, table, tables = ends
+    start, tally, positions, active, where = state
+    spec = blocks[0][0].spec
+    ks, vs = map(list, caches)
+    x = embed_rows(tables, start, positions, spec=spec) if tables else start
+    y_cold = none = jnp.zeros((x.shape[0], spec.hidden), jnp.float32)
+    layers = spec.unit_layers
+    for i, (block, routing) in enumerate(blocks):
+        x, h, ks[i], vs[i] = attend_rows(block, ks[i], vs[i], x, y_cold, positions, prefix=prefix)
+        y_cold = none
+        if (same := routing.always(h)) is not None:
+            x = add_ffn(spec, x, same)
+        if i in layers:
+            m = layers.index(i)
+            ids, weights = routing.route(routing.logits(h))
+            y_cold = none if hosts[m] is None else hosts[m](h, ids, weights, active)
+            if pools[m]:
+                found = (where[m][ids] >= 0) & active[:, None]
+                tally = tally.at[i].add(jnp.sum(found, dtype=jnp.int32))
+                weights = jnp.where(found, weights, jnp.float32(0))
+                at = jnp.maximum(where[m], 0)
+                sizes = {"width": spec.unit_rows, "activation": spec.activation}
+                x = add_ffn(spec, x, routed_experts(h, pools[m], at, ids, weights, **sizes))
+    return head(norm, table, x, y_cold, spec=spec), tally, ks, vs
