@@ -20,7 +20,7 @@ from dynajax.engine.continuation import Continuation
 from dynajax.engine.failures import translated_errors
 from dynajax.engine.figures import layers_of
 from dynajax.engine.masked import Source
-from dynajax.engine.observing import Observe, Observer, Seen
+from dynajax.engine.observing import Observe, Seen
 from dynajax.engine.opening import Parts, open_parts
 from dynajax.engine.report import Phases, make_results
 from dynajax.engine.result import Event, Result
@@ -152,15 +152,14 @@ class Engine:
     def watch(self, tell: Callable[[Seen], None] | None, *, streams: bool = False, values: bool = False) -> None:
         """`observe` with more to see: streams, what the FFN's norm reads; values, how large each unit's value is.
 
-        values are there only for a model whose activation has no zeros.
+        values are there only for neurons whose activation has no zeros. With experts, live [T, E] says which ones each
+        token goes to; streams and values are not seen.
         """
         with self._turn:
             parts = self._open_parts()
             if parts.recorder is not None:
                 raise UsageError("this engine is recorded: end that before observing it, with record(None)")
-            made = (parts.prepared.programs, parts.stepper.weights, parts.pool, parts.cold)
-            observer = None if tell is None else Observer(tell, *made, streams=streams, values=values)
-            parts.layers.observer = observer
+            seeing.watch(parts, tell, streams=streams, values=values)
 
     def trace(self, timeline: Timeline | None) -> None:
         """From now on write into the timeline what runs when, on device, host and the way between; None ends it.
@@ -195,7 +194,7 @@ class Engine:
             "host_mode": parts.prepared.host_mode,
             "memory": parts.memory_figures(),
             "host_bytes_read": parts.cold.counters.bytes_read,
-            "units_per_layer": parts.prepared.spec.ffn,
+            "units_per_layer": parts.prepared.spec.units,
             "pool_slots": list(parts.pool.slots),
             "programs": parts.prepared.programs.count,
             "program_kinds": [list(kind) for kind in parts.prepared.programs.kinds],

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 import numpy as np
 import numpy.typing as npt
 
 from dynajax.engine.checks import LiveCheck
-from dynajax.engine.observing import Observer
+from dynajax.engine.cold import ColdSide
+from dynajax.engine.mixture.layers import MixtureLayers
+from dynajax.engine.observing import Observer, Seen
 from dynajax.engine.opening import Parts
 from dynajax.engine.plans import Plans
 from dynajax.engine.prediction import SILU_DENSITY, knobs_of
@@ -17,12 +20,28 @@ from dynajax.timeline import Lanes, Timeline
 from dynajax.trace import PREFILL, Head, Recorder
 
 
+def watch(parts: Parts, tell: Callable[[Seen], None] | None, *, streams: bool, values: bool) -> None:
+    """See `Engine.watch`."""
+    layers = parts.layers
+    if isinstance(layers, MixtureLayers):
+        if streams or values:
+            raise UsageError("experts are seen without streams and values: watch with neither")
+        layers.watch = tell
+        return
+    assert isinstance(parts.cold, ColdSide)
+    made = (parts.prepared.programs, parts.stepper.weights, parts.pool, parts.cold)
+    layers.observer = None if tell is None else Observer(tell, *made, streams=streams, values=values)
+
+
 def trace(parts: Parts, timeline: Timeline | None) -> None:
     """See `Engine.trace`."""
     old, lanes = parts.lanes, None if timeline is None else Lanes(timeline)
     parts.lanes = parts.layers.lanes = parts.runner.lanes = lanes
+    span = None if lanes is None else lanes.add
+    if parts.mixture is not None:
+        parts.mixture.tell(span)
     if parts.plans is not None:
-        parts.plans.span = None if lanes is None else lanes.add
+        parts.plans.span = span
         parts.plans.tell_scheduler()
     if old is not None:
         old.close()

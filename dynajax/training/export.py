@@ -116,8 +116,8 @@ INTRODUCTIONS = {
     "tiny-moe": "A mixture of experts in the form of Qwen3-MoE, of {:,} parameters, trained",
 }
 PURPOSE = (
-    "from scratch by this project on a CPU, so that every mechanism of dynajax can be run, tested and measured on a real "
-    "language model without a download. It writes phrases, not stories."
+    "from scratch by this project on a CPU, so that every mechanism of dynajax can be run, tested and measured on a "
+    "real language model without a download. It writes phrases, not stories."
 )
 SHAPED = {
     "tiny-relullama": "- Beside the cross-entropy, small terms shape the neurons' activity: none dead, some frequent, "

@@ -302,7 +302,9 @@ class MixtureRunner:
             self.books.top1[m] += 1
             self.books.top1_hits[m] += tokens[first] == tokens[absent].max()
 
-    def _account(self, m: int, plan: StepPlan, tokens: npt.NDArray[np.int64], bucket: I32, host_s: float, rows: int) -> None:
+    def _account(
+        self, m: int, plan: StepPlan, tokens: npt.NDArray[np.int64], bucket: I32, host_s: float, rows: int
+    ) -> None:
         books, live = self.books, np.flatnonzero(tokens)
         resident = np.zeros(len(tokens), np.bool_)
         resident[bucket[bucket >= 0]] = True

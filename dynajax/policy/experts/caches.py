@@ -32,7 +32,7 @@ class ExpertCache(Protocol):
         ...
 
     def stays(self, layer: int, units: I32, experts: I32, tokens: Ints) -> Bools:
-        """[n] whether units[j], live and fetched, should take the slot of experts[j] where it could also pass through."""
+        """[n] whether units[j], fetched, is to take the slot of experts[j] where it could also pass through."""
         ...
 
     def swaps(self, layer: int, bucket: I32, absent: Bools, limit: int, costs: ExpertCosts) -> tuple[I32, I32]:

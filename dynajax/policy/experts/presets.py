@@ -51,6 +51,7 @@ PRESETS: Mapping[str, ExpertPolicy] = MappingProxyType(
         "scan": ExpertPolicy(),
         "dali": ExpertPolicy(assign="dali", cache="dali", prefetch="residual"),
         "hybrimoe": ExpertPolicy(assign="two-ended", cache="ema", prefetch="count"),
+        "hybrimoe-shipped": ExpertPolicy(assign="two-ended-shipped", cache="ema", prefetch="count"),
         "bandwidth-split": ExpertPolicy(assign="bandwidth-split", cache="lru"),
         "fiddler": ExpertPolicy(assign="per-expert", cache="lfu"),
         "lru": ExpertPolicy(assign="fetch-all", cache="lru"),

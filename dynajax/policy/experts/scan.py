@@ -94,8 +94,7 @@ def _best_cuts(work: Work, costs: ExpertCosts, line: _Line) -> tuple[Bools, tupl
 
 
 def _scan(work: Work, costs: ExpertCosts, line: _Line, resident_step: int, absent_step: int) -> tuple[float, int, int]:
-    """(seconds, residents, absent experts) of the best pair of cuts; steps: 1 heavy, -1 light ones first
-    on the device."""
+    """(seconds, residents, absent experts) of the best pair of cuts; steps 1: heavy ones first on the device, -1: light."""
     live, residents = line.live, line.residents
     most = min(work.room, live - residents)
     ordered = line.seconds
@@ -117,7 +116,7 @@ def _scan(work: Work, costs: ExpertCosts, line: _Line, resident_step: int, absen
         np.maximum(last_s, fetched_s[1:] + costs.copy_s, out=last_s)
         last_s += work.copy_busy_s
         np.maximum(total[1:], last_s[:, None], out=total[1:])
-    fetches, on_host = divmod(int(total.argmin()), residents + 1)
+    fetches, on_host = divmod(_first_best(total), residents + 1)
     return float(total[fetches, on_host]), residents - on_host, fetches
 
 
@@ -173,8 +172,13 @@ def _best_of(work: Work, costs: ExpertCosts, line: _Line, on_line: Bools, core: 
         last_s += work.copy_busy_s
         np.maximum(total, last_s, out=total, where=count > 0)
         total[count > work.room] = np.inf
-    others[core] = bits[:, total.argmin()] > 0
+    others[core] = bits[:, _first_best(total)] > 0
     return others
+
+
+def _first_best(seconds: F64) -> int:
+    """The first of the least, to seven digits: sums that differ by rounding are ties, on every machine."""
+    return int(seconds.astype(np.float32).argmin())
 
 
 @lru_cache(16)

@@ -1,4 +1,4 @@
-"""Random layer-steps, and two optima of them that share nothing with the policies: all choices, and an integer program."""
+"""Random layer-steps, and two optima that share nothing with the policies: all choices, and an integer program."""
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -13,9 +13,7 @@ COSTS = ExpertCosts(
 
 def work_of(tokens, resident, room=99, **more):
     tokens, resident = np.array(tokens), np.array(resident, np.bool_)
-    return Work(
-        experts=np.arange(len(tokens), dtype=np.int32), tokens=tokens, resident=resident, room=room, **more
-    )
+    return Work(experts=np.arange(len(tokens), dtype=np.int32), tokens=tokens, resident=resident, room=room, **more)
 
 
 def draw_costs(rng):
@@ -36,7 +34,7 @@ def draw_costs(rng):
 
 
 def draw_work(rng, live):
-    """Tokens all one, few, many or skewed; any share resident, any room, a busy link in half, a busy host in a quarter."""
+    """Tokens all one, few, many or skewed; any share resident, any room; half a busy link, a quarter a busy host."""
     tokens = (
         np.ones(live, np.int64),
         rng.integers(1, 5, live),

@@ -1,0 +1,63 @@
+"""What a model is and what a user asked for: frozen records, no behaviour beyond checking themselves."""
+
+from dynajax.config.checks import (
+    check_number,
+    check_share,
+)
+from dynajax.config.engine import (
+    EngineConfig,
+    HostMode,
+    NeuronPolicy,
+    PolicyName,
+    Sparsity,
+    StagingName,
+    parse_budget,
+)
+from dynajax.config.experts import (
+    ExpertSpec,
+    LatentSpec,
+    RouterSpec,
+)
+from dynajax.config.model import (
+    DTYPE_BYTES,
+    Activation,
+    ActivationKind,
+    DTypeName,
+    Layout,
+    ModelSpec,
+    NormKind,
+    Rope,
+    RopeKind,
+)
+from dynajax.config.policy import (
+    PolicyConfig,
+    policy_from_settings,
+    policy_from_values,
+)
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Activation",
+    "ActivationKind",
+    "DTypeName",
+    "EngineConfig",
+    "ExpertSpec",
+    "HostMode",
+    "LatentSpec",
+    "Layout",
+    "ModelSpec",
+    "NeuronPolicy",
+    "NormKind",
+    "PolicyConfig",
+    "PolicyName",
+    "Rope",
+    "RopeKind",
+    "RouterSpec",
+    "Sparsity",
+    "StagingName",
+    "check_number",
+    "check_share",
+    "parse_budget",
+    "policy_from_settings",
+    "policy_from_values",
+]
