@@ -9,10 +9,10 @@ import json
 import logging
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,14 @@ PREFILL, DECODE = 0, 1  # phases
 MOST_BYTES = 2**31  # of host memory for a recording
 MOST_READ_BYTES = 2**34
 _HEADER_BYTES = 2**12  # of a member
+_TAKEN = "this recorder holds what another engine did: take a new one"
 _TEXT_BYTES = 2**16
 
 Bools = npt.NDArray[np.bool_]
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
+Read = TypeVar("Read")
+Taken = TypeVar("Taken", bound="Record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,23 @@ class _Step:
         )
 
 
+class Record(Protocol):
+    """What a Recorder holds of units that are no neurons."""
+
+    head: Any
+
+    @property
+    def tokens(self) -> int:
+        """See Recorder."""
+        ...
+
+    def start(self) -> None:
+        """See Recorder."""
+
+    def write(self, path: Path) -> None:
+        """See Recorder."""
+
+
 class Recorder:
     """Collects what an engine tells (`Engine.record`). A step counts once all its layers have run.
 
@@ -114,20 +134,33 @@ class Recorder:
         self._steps: list[_Step] = []
         self._open: _Step | None = None
         self._last: list[U8] = []
+        self.taken: Record | None = None  # what is written instead of neurons
 
     @property
     def tokens(self) -> int:
         """Recorded so far."""
-        return sum(len(step.position) for step in self._steps)
+        return sum(len(step.position) for step in self._steps) if self.taken is None else self.taken.tokens
 
     def open(self, head: Head, *, scores: bool) -> None:
         """What comes now is of this model. UsageError if it holds another one's tokens, or was set up otherwise."""
-        if self._head not in (None, head):
-            raise UsageError("this recorder holds what another engine did: take a new one")
+        if self._head not in (None, head) or self.taken is not None:
+            raise UsageError(_TAKEN)
         self._head, self._scores = head, scores
+
+    def take(self, record: Taken) -> Taken:
+        """From now on it is this record that is written, or that which was taken before if it is of the same model."""
+        known = self.taken
+        if self._head is not None or (known is not None and (type(known), known.head) != (type(record), record.head)):
+            raise UsageError(_TAKEN)
+        if isinstance(known, type(record)):
+            return known
+        self.taken = record
+        return record
 
     def start(self) -> None:
         """A new generation begins."""
+        if self.taken is not None:
+            self.taken.start()
         self._generation += 1
         self._open = None
 
@@ -171,6 +204,9 @@ class Recorder:
 
     def write(self, path: Path) -> None:
         """The file, whole or not at all. StorageError if it cannot be written."""
+        if self.taken is not None:
+            self.taken.write(path)
+            return
         head, steps = self._opened(), self._steps
         sizes = [len(step.position) for step in steps]
         shape = (sum(sizes), head.layers, head.packed)
@@ -185,25 +221,27 @@ class Recorder:
             "costs": json.dumps(self.costs),
         }
         small = {name: np.asarray(value) for name, value in scalars.items()}
-        small["token_pos"] = _joined([step.position for step in steps])
-        small["row"] = _joined([step.row for step in steps])
+        small["token_pos"] = joined([step.position for step in steps])
+        small["row"] = joined([step.row for step in steps])
         for name, values in (("generation", [step.generation for step in steps]), ("step", range(len(steps)))):
             small[name] = np.repeat(np.asarray(values, np.int32), sizes)
         small["phase"] = np.repeat(np.asarray([step.phase for step in steps], np.uint8), sizes)
         with draft_file(path, self._bytes) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, value in small.items():
-                _member(archive, name, value.dtype, value.shape, [np.ascontiguousarray(value)])
-            _member(archive, "live", np.dtype(np.uint8), shape, (step.live for step in steps))
-            _member(archive, "resident", np.dtype(np.uint8), shape, (_residents(step) for step in steps))
+                write_member(archive, name, value.dtype, value.shape, [np.ascontiguousarray(value)])
+            write_member(archive, "live", np.dtype(np.uint8), shape, (step.live for step in steps))
+            write_member(archive, "resident", np.dtype(np.uint8), shape, (_residents(step) for step in steps))
             whole = (sum(sizes), head.layers, head.width)
             if any(step.skip for step in steps):
-                _member(archive, "skip", np.dtype(np.uint8), whole, (_scores(step.skip, step, head) for step in steps))
+                write_member(
+                    archive, "skip", np.dtype(np.uint8), whole, (_scores(step.skip, step, head) for step in steps)
+                )
             if any(step.score for step in steps):
                 parts = (_scores(step.score, step, head) for step in steps)
-                _member(archive, "score", np.dtype(np.uint8), whole, parts)
+                write_member(archive, "score", np.dtype(np.uint8), whole, parts)
                 flags = [np.repeat([[i in step.score for i in range(head.layers)]], n, axis=0)
                          for step, n in zip(steps, sizes, strict=True)]  # fmt: skip
-                _member(archive, "scored", np.dtype(np.bool_), whole[:2], flags)
+                write_member(archive, "scored", np.dtype(np.bool_), whole[:2], flags)
 
     def _opened(self) -> Head:
         if self._head is None:
@@ -211,7 +249,8 @@ class Recorder:
         return self._head
 
 
-def _joined(parts: list[I32]) -> I32:
+def joined(parts: list[I32]) -> I32:
+    """One after the other; an empty array of none."""
     return np.concatenate([np.empty(0, np.int32), *parts])
 
 
@@ -226,10 +265,10 @@ def _scores(known: Mapping[int, U8], step: _Step, head: Head) -> U8:
     return found
 
 
-def _member(
+def write_member(
     archive: zipfile.ZipFile, name: str, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[npt.NDArray]
 ) -> None:
-    """An array that is never whole in memory: its parts, one after the other."""
+    """An array of an npz file that is never whole in memory: its parts, one after the other."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
         np.lib.format.write_array_header_2_0(member, header)
@@ -239,6 +278,13 @@ def _member(
 
 def read_trace(path: Path, fingerprint: str | None = None) -> Trace:
     """A recording. MismatchError if it is another version's, or of another model than `fingerprint`, or damaged."""
+    trace = unpack(path, _unpacked)
+    check_owner(path, trace.head.fingerprint, fingerprint)
+    return trace
+
+
+def unpack(path: Path, make: Callable[[Members, str], Read], name: str = "an activation trace") -> Read:
+    """What `make` reads of an npz file, given its members and what to call it. MismatchError, a line, if it cannot."""
     where = located(path)
     if not path.is_file():
         raise StorageError(f"no trace {where}")
@@ -248,22 +294,25 @@ def read_trace(path: Path, fingerprint: str | None = None) -> Trace:
         if sum(sizes.values()) > MOST_READ_BYTES:
             raise ValueError(f"it unpacks to more than {MOST_READ_BYTES} bytes")
         with np.load(path, allow_pickle=False) as archive:
-            trace = _unpacked(_Members(archive, sizes), where)
+            return make(Members(archive, sizes), where)
     except OSError as error:
         raise StorageError(f"cannot read {where}: {error.strerror or error}") from error
     except MismatchError:
         raise
     except (ValueError, TypeError, KeyError, EOFError, MemoryError, SyntaxError, NotImplementedError, RecursionError,
             zipfile.BadZipFile, zlib.error) as error:  # fmt: skip
-        raise MismatchError(f"{where} is not an activation trace: {plain(str(error))}: record it again") from error
-    if fingerprint is not None and trace.head.fingerprint != fingerprint:
-        owner = plain(trace.head.fingerprint[:12])
-        raise MismatchError(f"{where} was recorded from the model {owner}, this one is {fingerprint[:12]}")
-    return trace
+        raise MismatchError(f"{where} is not {name}: {plain(str(error))}: record it again") from error
+
+
+def check_owner(path: Path, owner: str, fingerprint: str | None) -> None:
+    """MismatchError if the trace of `owner` is asked for another model; fingerprint None: any will do."""
+    if fingerprint not in (None, owner):
+        who = plain(owner[:12])
+        raise MismatchError(f"{located(path)} was recorded from the model {who}, this one is {fingerprint[:12]}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Members:
+class Members:
     """An npz file of which nothing is unpacked before its size is known to be right."""
 
     archive: Mapping[str, npt.NDArray]
@@ -293,7 +342,7 @@ class _Members:
         return int(value)
 
 
-def _unpacked(members: _Members, where: str) -> Trace:
+def _unpacked(members: Members, where: str) -> Trace:
     """Every member, with the shapes that the others imply; ValueError where they do not fit each other."""
     if (version := members.number("version", 0, 2**31)) != VERSION:
         raise MismatchError(f"{where} has version {version}, this program reads {VERSION}: record it again")

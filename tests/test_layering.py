@@ -36,7 +36,7 @@ def row(ours: str = "", third: str = "", never: frozenset[str] = frozenset()) ->
 
 
 RUN_TIME = "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer memory programs text"
-ENGINE = f"config plan sampling trace timeline scheduler worker mover predictors model_folder chat {RUN_TIME}"
+ENGINE = f"config plan sampling trace routing_trace timeline scheduler worker mover predictors model_folder chat {RUN_TIME}"
 JAX_STACK = "jax flax numpy ml_dtypes"
 
 # Everybody but `hostcompute` may import `errors`; every unit may import itself.
@@ -49,8 +49,9 @@ TABLE = {
     "budget": row("config", "numpy"),
     "quant": row("config", "numpy ml_dtypes"),
     "trace": row("policy plan config budget checkpoint", "numpy"),
+    "routing_trace": row("trace checkpoint", "numpy"),
     "timeline": row("checkpoint"),
-    "sim": row("policy plan config budget trace", "numpy"),
+    "sim": row("policy plan config budget trace routing_trace", "numpy"),
     "sampling": row("config", "numpy"),
     "ops": row("config quant hostcompute.ffi", "jax numpy"),  # config: the Activation record only
     "models": row("ops config", JAX_STACK),

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from dynajax.engine.checks import LiveCheck
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.mixture.layers import MixtureLayers
+from dynajax.engine.mixture.recording import end_record_experts, record_experts
 from dynajax.engine.observing import Observer, Seen
 from dynajax.engine.opening import Parts
 from dynajax.engine.plans import Plans
@@ -52,8 +53,11 @@ def record(parts: Parts, recorder: Recorder | None) -> None:
     _end_record(parts)
     if recorder is None:
         return
-    spec, plans, prepared = parts.prepared.spec, parts.plans, parts.prepared
-    if parts.layers.observer is not None:
+    spec, plans, prepared, layers = parts.prepared.spec, parts.plans, parts.prepared, parts.layers
+    if isinstance(layers, MixtureLayers):
+        record_experts(parts, recorder)
+        return
+    if layers.observer is not None:
         raise UsageError("somebody observes this engine: end that before recording, with observe(None)")
     strategy, lead = prepared.strategy, None if plans is None else plans.runner.wishes.lead
     told = {"sparsity": strategy.sparsity, "policy": strategy.policy, "predictor": prepared.prediction.kind}
@@ -62,7 +66,7 @@ def record(parts: Parts, recorder: Recorder | None) -> None:
     head = Head(fingerprint=parts.fingerprint, layers=spec.layers, width=spec.ffn, settings=settings)
     observer = _observer(parts, recorder) if plans is None else None
     recorder.open(head, scores=knobs.record_scores)
-    parts.recorder, parts.layers.observer = recorder, observer
+    parts.recorder, layers.observer = recorder, observer
     if plans is None:
         parts.stepper.on_tokens = recorder.begin
     else:
@@ -82,6 +86,7 @@ def _observer(parts: Parts, recorder: Recorder) -> Observer:
     has_zeros = parts.prepared.spec.activation.has_zeros
     if not has_zeros and not parts.store.arenas:
         raise UsageError("no activation of this model is zero and all is on the device: lower --vram-budget to record")
+    assert isinstance(parts.cold, ColdSide)
     check = LiveCheck(parts.loaded, parts.cold, parts.prepared.prediction.density or SILU_DENSITY)
     return check.observer(lambda seen, live: recorder.add(seen.layer, live, parts.pool.bucket(seen.layer)))
 
@@ -105,12 +110,15 @@ def _record_plans(parts: Parts, plans: Plans, recorder: Recorder) -> None:
 
 
 def _end_record(parts: Parts) -> None:
-    recorder, plans = parts.recorder, parts.plans
+    recorder, plans, layers = parts.recorder, parts.plans, parts.layers
     if recorder is None:
+        return
+    if isinstance(layers, MixtureLayers):
+        end_record_experts(parts)
         return
     parts.recorder = parts.stepper.on_tokens = None
     if plans is None:
-        parts.layers.observer = None
+        layers.observer = None
         return
     runner = plans.runner
     runner.on_prompt, runner.looks_always = None, False

@@ -52,8 +52,7 @@ def attend_chunk(block: AttentionBlock, k, v, xs, y_cold, row, start, *, prefix:
     where = (start + jnp.arange(size, dtype=jnp.int32))[None, :]
     q, k_new, v_new = block.project(x, where)
     k, v = _write_kv(k, k_new, row, start), _write_kv(v, v_new, row, start)
-    window = (1, prefix, *k.shape[2:])
-    k_row, v_row = (jax.lax.dynamic_slice(c, (row, zero, zero, zero), window) for c in (k, v))
+    k_row, v_row = (jax.lax.dynamic_slice(c, (row, zero, zero, zero), (1, prefix, *c.shape[2:])) for c in (k, v))
     x, h = block.merge(x, block.mix(q, k_row, v_row, where))
     return jax.lax.dynamic_update_slice_in_dim(xs, x[0], start, axis=0), h[0], k, v
 

@@ -226,9 +226,8 @@ def given_up(bucket: I32, tokens: Ints, value: npt.NDArray[Any]) -> I32:
 
     Example: bucket [4, 7, 2], tokens only for 7, values 4: 0.3 and 2: 0.1: slots 2 and 0.
     """
-    slots = np.flatnonzero(bucket >= 0)
-    slots = slots[tokens[bucket[slots]] == 0]
-    return slots[np.argsort(value[bucket[slots]], kind="stable")].astype(np.int32)
+    slots = ((bucket >= 0) & (tokens[bucket] == 0)).nonzero()[0]
+    return slots[value[bucket[slots]].argsort(kind="stable")].astype(np.int32)
 
 
 def best_pairs(bucket: I32, absent: Bools, value: npt.NDArray[Any], limit: int) -> tuple[I32, I32]:

@@ -16,6 +16,7 @@ from dynajax.policy.experts.presets import ExpertPolicy
 from dynajax.policy.experts.records import F64, I32, Bools, ExpertCosts, Ints, Work
 
 RESIDENT, ABSENT, COMING, LEAVING = range(4)  # where an expert is; the last two until its transfer is reported
+_NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,12 +135,14 @@ class ExpertPlanner:
         No more is fetched than there are slots in transit and idle residents to be given up.
         """
         self._learn(layer, tokens)
-        live = np.flatnonzero(tokens).astype(np.int32)
+        live = tokens.nonzero()[0].astype(np.int32)
         where = self._where[layer, live]
-        free = where <= ABSENT
-        experts, waiting = live[free], live[~free]
-        resident = where[free] == RESIDENT
-        victims = np.empty(0, np.int32)
+        experts, waiting = live, _NONE
+        if self._pending[layer]:
+            free = where <= ABSENT
+            experts, waiting, where = live[free], live[~free], where[free]
+        resident = where == RESIDENT
+        victims = _NONE
         if not resident.all():
             victims = self._cache.victims(layer, self._open_bucket(layer), tokens)
         most = len(victims) + transit
@@ -149,21 +152,24 @@ class ExpertPlanner:
             resident=resident,
             room=most if room is None else min(room, most),
             copy_busy_s=copy_busy_s,
-            host_busy_s=float(costs.cpu(tokens[waiting]).sum()),
+            host_busy_s=float(costs.cpu(tokens[waiting]).sum()) if len(waiting) else 0.0,
             last_used=self._last_used[layer, experts],
         )
         assignment = self._assign(work, costs)
         on_gpu, units = assignment.on_gpu, experts[assignment.fetch]
-        slots = self._slots(layer, units, victims, tokens, transit)
-        self._send(layer, units[slots >= 0], slots[slots >= 0])
-        cold = np.concatenate((experts[~on_gpu], waiting))
+        slots = _NONE
+        if len(units):
+            slots = self._slots(layer, units, victims, tokens, transit)
+            kept = slots >= 0
+            self._send(layer, units[kept], slots[kept])
+        cold = experts[~on_gpu]
+        if len(waiting):
+            cold = np.concatenate((cold, waiting))
         return StepPlan(experts[on_gpu & resident], cold, units, slots, work, on_gpu)
 
     def _slots(self, layer: int, units: I32, victims: I32, tokens: Ints, transit: int) -> I32:
         """[n] where fetched units go: those that the cache wants kept, and as many more as transit has no room for."""
         slots = np.full(len(units), -1, np.int32)
-        if not len(units) or not len(victims):
-            return slots
         could = min(len(units), len(victims))
         stays = np.ones(could, np.bool_)
         if transit:
@@ -179,10 +185,11 @@ class ExpertPlanner:
         """Replacements that pay and whose transfers fit in `window_s` of idle link; pending afterwards."""
         limit = min(costs.transfers_in(window_s), len(self._bucket[layer]))
         if limit < 1:
-            return LayerSwaps(np.empty(0, np.int32), np.empty(0, np.int32))
+            return LayerSwaps(_NONE, _NONE)
         absent = self._where[layer] == ABSENT
         units, slots = self._cache.swaps(layer, self._open_bucket(layer), absent, limit, costs)
-        self._send(layer, units, slots)
+        if len(units):
+            self._send(layer, units, slots)
         return LayerSwaps(units, slots)
 
     def prefetch(self, layer: int, predicted: F64, costs: ExpertCosts, copy_busy_s: float = 0.0) -> LayerSwaps | None:
@@ -192,13 +199,11 @@ class ExpertPlanner:
         """
         tokens = predicted_tokens(predicted)
         live = np.flatnonzero(tokens).astype(np.int32)
-        where = self._where[layer, live]
-        live, where = live[where != LEAVING], where[where != LEAVING]
         victims = self._cache.victims(layer, self._open_bucket(layer), tokens)
         work = Work(
             experts=live,
             tokens=tokens[live],
-            resident=where != ABSENT,  # what comes will be there
+            resident=self._where[layer, live] != ABSENT,  # what comes will be there; what leaves cannot be had
             room=len(victims),
             copy_busy_s=copy_busy_s,
             last_used=self._last_used[layer, live],

@@ -78,9 +78,11 @@ class Assignment:
 
 def assigned(work: Work, on_gpu: Bools) -> Assignment:
     """The Assignment with its order of transfers; of equally heavy experts the one that stands first comes first."""
-    fetch = np.flatnonzero(on_gpu & ~work.resident)
+    fetch = (on_gpu & ~work.resident).nonzero()[0]
     assert len(fetch) <= work.room, f"{len(fetch)} fetches for {work.room} places"
-    return Assignment(on_gpu, fetch[np.argsort(-work.tokens[fetch], kind="stable")])
+    if len(fetch) > 1:
+        fetch = fetch[(-work.tokens[fetch]).argsort(kind="stable")]
+    return Assignment(on_gpu, fetch)
 
 
 def makespan(work: Work, on_gpu: Bools, costs: ExpertCosts) -> Any:

@@ -4,10 +4,11 @@ Residents and absent experts are two classes; within one, experts differ in thei
 
     max(host, sum of gpu, busy + copy + sum of fetched gpu, busy + n copy + gpu of the lightest fetched)
 
-for n > 0 fetches. The last two are the flow shop: with fetches heaviest first, the k-th done arriving and all behind it
-done takes busy + k copy + (gpu of the k-th and later); from k to k + 1 that changes by copy - gpu_k, which never falls
-with k, so the largest is the first or the last. But for the lightest all are sums over experts, so the relaxed problem
-has multipliers (Lagrange) under which an expert with w tokens belongs on the device where
+for n > 0 fetches. (An idle host's time holds t_sync_s here: any work of its own takes longer, so no choice changes.)
+The last two are the flow shop: with fetches heaviest first, the k-th done arriving and all behind it done takes
+busy + k copy + (gpu of the k-th and later); from k to k + 1 that changes by copy - gpu_k, which never falls with k, so
+the largest is the first or the last. But for the lightest all are sums over experts, so the relaxed problem has
+multipliers (Lagrange) under which an expert with w tokens belongs on the device where
 
     lam cpu(w) > mu gpu(w) (+ nu copy, if absent),
 
@@ -63,6 +64,8 @@ def scan_with_core(work: Work, costs: ExpertCosts, core: int) -> Assignment:
     seconds = np.empty((2, live))
     seconds[0], seconds[1] = costs.gpu(weight), costs.cpu(weight)
     line = _Line(int(np.count_nonzero(work.resident)), seconds)
+    if line.residents == live > 0 and seconds[0].sum() <= costs.t_sync_s + work.host_busy_s + seconds[1].min():
+        return assigned(work, work.resident)  # all are here, and done before the host could be with one
     if live <= core:
         on_line = _best_of(work, costs, line, np.zeros(live, np.bool_), np.arange(live))
     else:
@@ -94,7 +97,7 @@ def _best_cuts(work: Work, costs: ExpertCosts, line: _Line) -> tuple[Bools, tupl
 
 
 def _scan(work: Work, costs: ExpertCosts, line: _Line, resident_step: int, absent_step: int) -> tuple[float, int, int]:
-    """(seconds, residents, absent experts) of the best pair of cuts; steps 1: heavy ones first on the device, -1: light."""
+    """(seconds, residents, absent experts) of the best pair of cuts. Steps of -1: light ones are the first."""
     live, residents = line.live, line.residents
     most = min(work.room, live - residents)
     ordered = line.seconds
@@ -107,8 +110,6 @@ def _scan(work: Work, costs: ExpertCosts, line: _Line, resident_step: int, absen
     fetched_s = sums[0, residents : residents + most + 1] - sums[0, residents]  # [fetches + 1]
     host_s = (sums[1, -1] + sums[1, residents] + work.host_busy_s + costs.t_sync_s) - sums[1, residents:][: most + 1]
     total = host_s[:, None] - kept_s[1]
-    if most == live - residents and work.host_busy_s == 0:
-        total[-1, 0] = 0.0
     np.maximum(total, fetched_s[:, None] + kept_s[0], out=total)
     if most:
         last_s = costs.copy_s * np.arange(1, most + 1)
@@ -144,7 +145,7 @@ def _spread(cuts: tuple[int, int], line: _Line, size: int) -> Ints:
 
 def _best_of(work: Work, costs: ExpertCosts, line: _Line, on_line: Bools, core: Ints) -> Bools:
     """[A] the best of all choices for the experts of the core (places, ascending), the others left where they are."""
-    live, residents = line.live, line.residents
+    residents = line.residents
     inside = int(np.searchsorted(core, residents))
     bits, last = _choices(len(core))
     parts = np.zeros((4, len(core)))  # of gpu, cpu, gpu of fetched ones, number of fetched ones
@@ -155,8 +156,6 @@ def _best_of(work: Work, costs: ExpertCosts, line: _Line, on_line: Bools, core: 
     others[core] = False
     fixed_s = line.seconds @ others
     total = (line.seconds[1].sum() + work.host_busy_s + costs.t_sync_s - fixed_s[1]) - cpu_s
-    if work.host_busy_s == 0 and np.count_nonzero(others) == live - len(core):
-        total[-1] = 0.0  # nothing is left for the host
     np.maximum(total, gpu_s + fixed_s[0], out=total)
     if inside < len(core) or others[residents:].any():
         before = np.flatnonzero(others[residents:]) + residents

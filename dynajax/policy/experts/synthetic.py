@@ -39,9 +39,9 @@ class Routing:
 
 RECIPES: Mapping[str, Routing] = MappingProxyType(
     {
-        "repeating": Routing(popular=0.48, topic=0.24, passing=0.12, memory=0.7),
-        "measured-lru": Routing(popular=0.42, topic=0.15, passing=0.10, memory=0.7),
-        "popular": Routing(popular=0.47, topic=0.03, passing=0.0, memory=0.0),
+        "repeating": Routing(popular=0.41, topic=0.22, passing=0.13, memory=0.7),
+        "measured-lru": Routing(popular=0.36, topic=0.13, passing=0.16, memory=0.8),
+        "popular": Routing(popular=0.44, topic=0.02, passing=0.0, memory=0.0),
     }
 )
 

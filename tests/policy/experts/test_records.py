@@ -23,7 +23,7 @@ def simulated(work, on_gpu, costs, order):
     return max(host, gpu)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_makespan_is_that_of_the_simulated_flow_shop_in_its_best_order(seed):
     rng = np.random.default_rng(seed)
     costs, work = draw_costs(rng), draw_work(rng, int(rng.integers(1, 7)))

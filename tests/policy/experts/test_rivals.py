@@ -14,17 +14,17 @@ PLAIN = replace(COSTS, t0_s=1e-9, t_trans_s=3.0, gpu_s=1.0, gpu_token_s=1e-9, cp
 
 
 @pytest.mark.parametrize("name", ASSIGN)
-@pytest.mark.parametrize("seed", range(40))
-def test_all_keep_to_room_and_none_beats_the_optimum(name, seed):
-    rng = np.random.default_rng(seed)
-    work, costs = draw_work(rng, int(rng.integers(0, 10))), draw_costs(rng)
-    found = ASSIGN[name](work, costs)
-    assert found.on_gpu.shape == work.tokens.shape and found.on_gpu.dtype == np.bool_
-    assert sorted(found.fetch.tolist()) == np.flatnonzero(found.on_gpu & ~work.resident).tolist()
-    assert len(found.fetch) <= work.room
-    assert (np.diff(work.tokens[found.fetch]) <= 0).all()
-    if len(work.tokens):
-        assert makespan(work, found.on_gpu, costs) >= optimum(work, costs) * (1 - 1e-9)
+def test_all_keep_to_room_and_none_beats_the_optimum(name):
+    rng = np.random.default_rng(0)
+    for case in range(60):
+        work, costs = draw_work(rng, case % 10), draw_costs(rng)
+        found = ASSIGN[name](work, costs)
+        assert found.on_gpu.shape == work.tokens.shape and found.on_gpu.dtype == np.bool_
+        assert sorted(found.fetch.tolist()) == np.flatnonzero(found.on_gpu & ~work.resident).tolist()
+        assert len(found.fetch) <= work.room
+        assert (np.diff(work.tokens[found.fetch]) <= 0).all()
+        if len(work.tokens):
+            assert makespan(work, found.on_gpu, costs) >= optimum(work, costs) * (1 - 1e-9)
 
 
 def test_resident():
@@ -38,7 +38,7 @@ def test_fetch_all_takes_the_heaviest_if_room_is_short():
     assert rivals.fetch_all(replace(work, room=9), COSTS).on_gpu.all()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_per_expert_has_the_least_sum_of_times(seed):
     """What Fiddler's code does: of all splits the smallest sum, residents on the device."""
     rng = np.random.default_rng(seed)

@@ -50,6 +50,15 @@ def test_the_cuts_alone_fall_short_and_the_test_can_tell(small_cases):
     assert found.min() < 0.97, "the core would be superfluous"
 
 
+def test_a_little_beyond_the_core_a_second_one_helps():
+    rng, cases = np.random.default_rng(2), []
+    for _ in range(250):
+        work, costs = draw_work(rng, int(rng.integers(CORE + 1, CORE + 4))), draw_costs(rng)
+        cases.append((work, costs, optimum(work, costs)))
+    found = quality(cases, CORE)
+    assert found.mean() >= 0.9999 and found.min() >= 0.985
+
+
 def test_beyond_twelve_experts_against_the_integer_program():
     rng = np.random.default_rng(4)
     cases = []
@@ -63,7 +72,7 @@ def test_beyond_twelve_experts_against_the_integer_program():
 
 def test_the_integer_program_knows_the_optimum():
     rng = np.random.default_rng(1)
-    for _ in range(60):
+    for _ in range(40):
         work, costs = draw_work(rng, int(rng.integers(1, 10))), draw_costs(rng)
         assert milp_bound(work, costs, gap=1e-7) == pytest.approx(optimum(work, costs), rel=1e-5)
 
@@ -81,7 +90,7 @@ def cut_choices(work, heavy_residents, heavy_absent):
             yield on_gpu
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(40))
 def test_the_cuts_are_the_best_pair_in_either_direction(seed):
     rng = np.random.default_rng(seed)
     work, costs = draw_work(rng, int(rng.integers(1, 12))), draw_costs(rng)
