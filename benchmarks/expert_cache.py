@@ -118,25 +118,25 @@ def counted(trace: np.ndarray, decay: float):
     return predict
 
 
-def targets(results: Sequence[dict]) -> dict[str, float]:
-    """How the default cache stands against LRU, over all traces and shares; points of 100."""
-    gain, closed = [], []
+def targets(results: Sequence[dict]) -> dict[str, float | None]:
+    """How the default cache stands against LRU on demand, over all traces and shares, in points; None: not run."""
+    gains, loads, closed = {1: [], 16: [], 0: []}, [], []
     for result in results:
-        rows = result["policies"]
-        lru, ours, most = (
-            rows[name]["weighted_hits"] for name in ("lru on demand", "decayed alone", "bound, weighted")
-        )
-        gain.append((result["rows"], result["share"], 100 * (ours - lru), rows["decayed alone"]["loads"]))
-        if result["rows"] == 1:
-            closed.append((ours - lru) / (most - lru))
-    at_16 = [row for row in gain if row[0] == 16 and row[1] == 0.25]
-    one, more = [row[2] for row in gain if row[0] == 1], [row[2] for row in gain if row[0] != 1]
+        rows, policies = result["rows"], result["policies"]
+        names = "lru on demand", "decayed alone", "bound, weighted"
+        lru, ours, most = (policies[name]["weighted_hits"] for name in names)
+        gains[1 if rows == 1 else 0].append(100 * (ours - lru))
+        if rows == 1:
+            closed.append((ours - lru) / (most - lru) if most > lru else 1.0)
+        if rows == 16 and result["share"] == 0.25:
+            gains[16].append(100 * (ours - lru))
+            loads.append(policies["decayed alone"]["loads"])
     return {
-        "least_gain_rows_1": min(one, default=np.nan),
-        "least_gain_more_rows": min(more, default=np.nan),
-        "least_gain_rows_16_share_25": min((row[2] for row in at_16), default=np.nan),
-        "most_loads_rows_16_share_25": max((row[3] for row in at_16), default=np.nan),
-        "closed_to_bound_rows_1": float(np.mean(closed)) if closed else np.nan,
+        "least_gain_rows_1": min(gains[1], default=None),
+        "least_gain_more_rows": min(gains[0], default=None),
+        "least_gain_rows_16_share_25": min(gains[16], default=None),
+        "most_loads_rows_16_share_25": max(loads, default=None),
+        "closed_to_bound_rows_1": float(np.mean(closed)) if closed else None,
     }
 
 

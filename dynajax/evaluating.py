@@ -30,7 +30,7 @@ class Row:
     tokens: int  # that have a loss: all but the first of every window
     loss_nats: float  # mean
     ppl: float
-    density: float  # neurons computed / neurons
+    density: float  # neurons, or experts, computed / all
     density_layers_ge_1: float | None
     computed_per_live: float | None  # layers >= 1: neurons computed / neurons that are live
     recall: float | None  # live neurons that were computed / live neurons
@@ -66,10 +66,11 @@ def evaluate(
 def _row(engine: Engine, windows: Windows, on_percent: Callable[[int], None]) -> Row:
     told = engine.stats()
     layers, units = len(told["pool_slots"]), told["units_per_layer"]
-    skips, dense = told["sparsity"] == "predicted", told["sparsity"] == "dense"
+    experts = told["unit_kind"] == "expert"
+    skips, dense = told["sparsity"] == "predicted", told["sparsity"] == "dense" or experts
     passes, counter = 1 if dense else 3, LiveCounts(layers, units)
     share = 100 / (passes * len(windows))
-    if not (skips or dense):
+    if experts or not (skips or dense):
         engine.watch(lambda seen: counter.add(seen, seen.live))
     loss, counts = _pass(engine, windows, None, lambda done: on_percent(int(done * share)), check=skips)
     read = engine.stats()["host_bytes_read"] - told["host_bytes_read"]

@@ -36,7 +36,9 @@ def row(ours: str = "", third: str = "", never: frozenset[str] = frozenset()) ->
 
 
 RUN_TIME = "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer memory programs text"
-ENGINE = f"config plan sampling trace routing_trace timeline scheduler worker mover predictors model_folder chat {RUN_TIME}"
+ENGINE = (
+    f"config plan sampling trace routing_trace timeline scheduler worker mover predictors model_folder chat {RUN_TIME}"
+)
 JAX_STACK = "jax flax numpy ml_dtypes"
 
 # Everybody but `hostcompute` may import `errors`; every unit may import itself.

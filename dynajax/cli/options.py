@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from dynajax.config import DTypeName, EngineConfig, HostMode, PolicyName, Sparsity, StagingName
+from dynajax.config.engine import AssignName, CacheName, PrefetchName
 
 DEFAULT_MODEL = "tiny-relullama"
 
@@ -48,7 +49,20 @@ class EngineFlags:
         ),
     ] = "auto"
     policy: Annotated[
-        str, typer.Option(metavar=_one_of(*get_args(PolicyName)), help="Which neurons live on the device.")
+        str, typer.Option(metavar=_one_of(*get_args(PolicyName)), help="Which neurons or experts live on the device.")
+    ] = "auto"
+    assign: Annotated[
+        str,
+        typer.Option(metavar=_one_of(*get_args(AssignName)), help="Experts: who computes which; auto: the policy's."),
+    ] = "auto"
+    cache: Annotated[
+        str, typer.Option(metavar=_one_of(*get_args(CacheName)), help="Experts: which stay; auto: the policy's.")
+    ] = "auto"
+    prefetch: Annotated[
+        str,
+        typer.Option(
+            metavar=_one_of(*get_args(PrefetchName)), help="Experts: what foretells them; auto: the policy's."
+        ),
     ] = "auto"
     stats: Annotated[
         str, typer.Option(metavar="auto|none|FILE", help="Activation statistics that decide the placement.")
@@ -67,7 +81,8 @@ class EngineFlags:
         ),
     ] = "auto"
     staging: Annotated[
-        str, typer.Option(metavar=_one_of(*get_args(StagingName)), help="How neurons are sent to the device.")
+        str,
+        typer.Option(metavar=_one_of(*get_args(StagingName)), help="How neurons or experts are sent to the device."),
     ] = "auto"
     set: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A constant of the policy; repeatable.")

@@ -194,6 +194,7 @@ class Engine:
             "host_mode": parts.prepared.host_mode,
             "memory": parts.memory_figures(),
             "host_bytes_read": parts.cold.counters.bytes_read,
+            "unit_kind": "neuron" if parts.prepared.spec.experts is None else "expert",
             "units_per_layer": parts.prepared.spec.units,
             "pool_slots": list(parts.pool.slots),
             "programs": parts.prepared.programs.count,

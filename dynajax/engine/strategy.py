@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 from dynajax.config import EngineConfig, ModelSpec, NeuronPolicy, PolicyConfig
 from dynajax.engine.prediction import find_folder, manifest_of
@@ -60,6 +60,13 @@ def resolve(config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: st
     Policy: dynamic on a GPU, with the guard; static on the CPU backend, where pool and host share one memory and a
     move can never pay, and where without prediction every neuron is needed in every token.
     """
+    for name in ("assign", "cache", "prefetch"):
+        if getattr(config, name) != "auto":
+            raise UsageError(f"--{name} is for experts, and this model has none: leave it out")
+    if config.policy not in ("auto", *get_args(NeuronPolicy)):
+        raise UsageError(
+            f"--policy {config.policy} places experts; for neurons there are {', '.join(get_args(NeuronPolicy))}"
+        )
     trained = find_folder(config.predictor, folder, fingerprint)
     if trained is not None:
         manifest_of(trained, spec, fingerprint)  # of this model, also if it is not going to be used

@@ -122,8 +122,7 @@ class Experts {
       if (visit.begin == visit.end) continue;
       if (next.begin < next.end) visit.then = first_row(next);
       const Plan plan(call_, kernels_, visit);
-      const auto run = visit.count <= few_tokens ? compute_few : compute_many;
-      rows_read += run(plan, 0, y, y + sum_floats() + count_floats());
+      rows_read += ::compute(plan, 0, y, y + sum_floats() + count_floats());
     }
     rows_read_.fetch_add(rows_read, std::memory_order_relaxed);
   }

@@ -1,7 +1,7 @@
 // One or two tokens: the weights come from memory once and everything else stays in the first cache, so what
-// counts is that the memory is never idle. Rows are read one after the other; while one is read the next one
-// comes in, and the pages of a later one are looked up. For that the order must be known ahead: the gates of a
-// block are read before the other rows of the block before it, whose gates have said which those are. Where up
+// counts is that the memory is never idle. Rows are read one after the other; while one is read the next one comes in,
+// of short rows a later one, and the pages of another are looked up. For that the order must be known ahead: the gates
+// of a block are read before the other rows of the block before it, whose gates have said which those are. Where up
 // has a say in it, the down rows wait for one block more.
 #include <algorithm>
 #include <utility>
@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int look_up_ahead = 4;  // rows
+constexpr int64_t fetch_ahead = 8192;  // bytes; at least one row
 constexpr int64_t page = 4096;
 
 struct Block {
@@ -28,7 +29,7 @@ class Order {
   void clear() { count_ = at_ = 0; }
   void add(const char* row) { rows_[count_++] = row; }
   void end() { std::fill_n(rows_ + count_, look_up_ahead, nullptr); }
-  const char* const* take() { return rows_ + at_++; }  // [0]: the row, [1]: the next one, ...
+  const char* const* take() { return rows_ + at_++; }  // [0]: the row, [1]: the one behind it, ...
 
  private:
   const char* rows_[3 * max_block + 2 * look_up_ahead];
@@ -39,7 +40,10 @@ class Order {
 class Few {
  public:
   Few(const Plan& plan, float* y, float* values)
-      : plan_(plan), d_(plan.call.arena.width), tokens_(static_cast<int>(plan.tokens)) {
+      : plan_(plan),
+        d_(plan.call.arena.width),
+        tokens_(static_cast<int>(plan.tokens)),
+        ahead_(static_cast<int>(std::clamp<int64_t>(fetch_ahead / plan.row_bytes(), 1, look_up_ahead))) {
     for (int t = 0; t < tokens_; ++t) {
       x_[t] = plan.x(t);
       y_[t] = plan.y(y, t);
@@ -150,12 +154,13 @@ class Few {
       for (int64_t at = 0; at < plan_.row_bytes(); at += page) __builtin_prefetch(later + at);
       __builtin_prefetch(later + plan_.row_bytes() - 1);
     }
-    return {rows[0], rows[1]};
+    return {rows[0], rows[ahead_]};
   }
 
   const Plan& plan_;
   const int64_t d_;
   const int tokens_;
+  const int ahead_;  // how many rows on the one is that is fetched
   const float* x_[few_tokens];
   float* y_[few_tokens];
   Block blocks_[3];

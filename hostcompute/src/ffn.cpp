@@ -25,13 +25,12 @@ int64_t sum_floats(const FfnCall& call) {
 
 float* partial_sum(const Job& job, int thread) { return static_cast<float*>(job.pool.scratch(thread).data()); }
 
-void compute(void* context, int thread) {
+void compute_share(void* context, int thread) {
   Job& job = *static_cast<Job*>(context);
   const FfnCall& call = job.plan.call;
   float* y = partial_sum(job, thread);
   std::memset(y, 0, sum_floats(call) * sizeof(float));
-  const auto run = call.batch <= few_tokens ? compute_few : compute_many;
-  const int64_t rows = run(job.plan, thread, y, y + sum_floats(call));
+  const int64_t rows = compute(job.plan, thread, y, y + sum_floats(call));
   job.rows_read.fetch_add(rows, std::memory_order_relaxed);
 }
 
@@ -77,7 +76,7 @@ void ffn(Pool& pool, const Kernels& kernels, const FfnCall& call) {
   if (marks > 0) std::memset(live, 0, marks);
   if (call.values != nullptr) std::fill_n(call.values, marks, 0.0f);
   Job job{Plan(call, kernels, pool.threads(), live), pool};
-  pool.run(compute, &job);
+  pool.run(compute_share, &job);
   reduce(job);
   for (int64_t t = 0; t < call.batch; ++t) {
     int64_t units = 0;

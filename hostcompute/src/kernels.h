@@ -14,11 +14,26 @@ using DotTile = void (*)(const void* const* rows, const float* const* x, int64_t
 using AxpyTile = void (*)(const void* const* rows, const float* h, int64_t d, const void* const* next,
                           float* const* y);
 
+// y[t] += sum over r of h[t * stride + r] * rows[r], for all rows of a block: no y is read or written more than once.
+struct BlockSum {
+  const void* const* rows;  // [count]
+  int count;
+  const float* h;  // [T, stride]
+  int64_t stride;
+  int64_t d;
+  const void* const* next;  // [fetched] rows to prefetch meanwhile
+  int fetched;              // at most `count`
+  float* const* y;          // [T]
+};
+using AxpyBlock = void (*)(const BlockSum& sum);
+constexpr int block_tokens = 6;  // that one call handles at most
+
 // [0]: one row, [1]: `tile` rows; then [T - 1]. One row at a time keeps the memory busiest, several do more
 // with what is in a cache.
 struct Tiles {
   DotTile dot[2][tile];
   AxpyTile axpy[2][tile];
+  AxpyBlock axpy_block[block_tokens];  // null where the CPU has too few registers for it to be worth while
 };
 
 constexpr int panel_rows(int bits) { return bits <= 2 ? 64 : 128 / bits; }  // that one kernel call handles at most

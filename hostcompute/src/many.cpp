@@ -1,5 +1,6 @@
 // Three tokens and more: bound by arithmetic sooner or later. A block of rows is used for all tokens while it
-// is in a cache: in tiles of rows and tokens where all is computed, token by token where zeros are skipped.
+// is in a cache: in tiles of rows and tokens where all is computed, token by token where zeros are skipped, unless
+// they are too few for that.
 #include <algorithm>
 #include <numeric>
 
@@ -7,11 +8,13 @@
 
 namespace {
 
+// Of a tile's products, so large a share must be wanted for the others to cost nothing.
+constexpr double crowd = 0.3;
+
 class Many {
  public:
   Many(const Plan& plan, float* y, float* values)
       : plan_(plan),
-        call_(plan.call),
         d_(plan.call.arena.width),
         y_(y),
         h_(values),
@@ -23,11 +26,11 @@ class Many {
     int64_t rows_read = 0;
     for (int64_t block = thread; block < plan_.blocks; block += plan_.threads) {
       rows_ = plan_.find_rows(block, base_);
-      dots(0, h_);
+      dots(0, all_, rows_, h_);
       first_ = plan_.begin(block);
       for (int64_t t = 0; t < plan_.tokens; ++t)
         for (int r = 0; r < rows_; ++r) h_[t * rows_ + r] = plan_.activate(first_ + r, t, h_[t * rows_ + r]);
-      rows_read += rows_ + (plan_.skip ? skipping() : everything());
+      rows_read += rows_ + (plan_.skip ? skipping() : everything(all_, rows_));
       tell();
     }
     return rows_read;
@@ -35,7 +38,7 @@ class Many {
 
  private:
   void tell() const {
-    if (call_.values == nullptr) return;
+    if (plan_.call.values == nullptr) return;
     for (int64_t t = 0; t < plan_.tokens; ++t)
       for (int r = 0; r < rows_; ++r) plan_.tell(first_ + r, t, h_[t * rows_ + r]);
   }
@@ -52,49 +55,59 @@ class Many {
     }
   }
 
-  // result[t * rows_ + r] = x[t] . row r, for all tokens and all neurons of the block.
-  void dots(int part, float* result) const {
+  // result[t * rows_ + r] = x[t] . row r, for all tokens and the listed neurons of the block.
+  void dots(int part, const int* list, int count, float* result) const {
     for (int64_t t0 = 0; t0 < plan_.tokens; t0 += tile) {
       const int tokens = static_cast<int>(std::min<int64_t>(tile, plan_.tokens - t0));
       const float* x[tile];
       for (int t = 0; t < tokens; ++t) x[t] = plan_.x(t0 + t);
-      for_groups(all_, rows_, part, [&](int r0, int n, const void* const* rows, const void* const* next) {
+      for_groups(list, count, part, [&](int i, int n, const void* const* rows, const void* const* next) {
         float out[tile * tile];
         plan_.tiles.dot[n != 1][tokens - 1](rows, x, d_, t0 == 0 ? next : nullptr, out);
         for (int r = 0; r < n; ++r)
-          for (int t = 0; t < tokens; ++t) result[(t0 + t) * rows_ + r0 + r] = out[r * tokens + t];
+          for (int t = 0; t < tokens; ++t) result[(t0 + t) * rows_ + list[i + r]] = out[r * tokens + t];
       });
     }
   }
 
-  int64_t everything() {
+  // The listed neurons for all tokens; returns how many rows that takes.
+  int64_t everything(const int* list, int count) {
+    int64_t rows_read = 0;
+    int needed[max_block];
     if (plan_.has_gate()) {
-      dots(1, up_);
+      dots(1, list, count, up_);
       for (int64_t t = 0; t < plan_.tokens; ++t)
-        for (int r = 0; r < rows_; ++r) times_up(t, r, up_[t * rows_ + r]);
+        for (int i = 0; i < count; ++i) times_up(t, list[i], up_[t * rows_ + list[i]]);
+      rows_read += count;
+      if (plan_.up_decides()) {
+        count = find_needed(needed);
+        list = needed;
+      }
     }
     for (int64_t t0 = 0; t0 < plan_.tokens; t0 += tile) {
       const int tokens = static_cast<int>(std::min<int64_t>(tile, plan_.tokens - t0));
       float* y[tile];
       for (int t = 0; t < tokens; ++t) y[t] = plan_.y(y_, t0 + t);
-      for_groups(all_, rows_, plan_.down(), [&](int r0, int n, const void* const* rows, const void* const* next) {
+      for_groups(list, count, plan_.down(), [&](int i, int n, const void* const* rows, const void* const* next) {
         float h[tile * tile];
         for (int r = 0; r < n; ++r)
-          for (int t = 0; t < tokens; ++t) h[r * tokens + t] = h_[(t0 + t) * rows_ + r0 + r];
+          for (int t = 0; t < tokens; ++t) h[r * tokens + t] = h_[(t0 + t) * rows_ + list[i + r]];
         plan_.tiles.axpy[n != 1][tokens - 1](rows, h, d_, t0 == 0 ? next : nullptr, y);
       });
     }
-    return static_cast<int64_t>(plan_.down()) * rows_;
+    return rows_read + count;
   }
 
   // Up for all tokens, then down for all: two parts of a block fit into a cache, three may not.
   int64_t skipping() {
-    const int64_t with_gate = count_live();
+    int needed[max_block];
+    const int with_gate = find_needed(needed);
+    if (plan_.routed() && live_pairs() > crowd * plan_.tokens * rows_) return everything(needed, with_gate);
     for (int64_t t = 0; plan_.has_gate() && t < plan_.tokens; ++t) {
       int list[max_block];
       multiply_by_up(t, list, find_live(t, list));
     }
-    const int64_t with_up = plan_.up_decides() ? count_live() : with_gate;
+    const int with_up = plan_.up_decides() ? find_needed(needed) : with_gate;
     for (int64_t t = 0; t < plan_.tokens; ++t) {
       int list[max_block];
       add_down(t, list, find_live(t, list));
@@ -102,12 +115,19 @@ class Many {
     return (plan_.has_gate() ? with_gate : 0) + with_up;
   }
 
-  // Neurons of the block that some token needs.
-  int64_t count_live() const {
+  int64_t live_pairs() const {
+    return plan_.tokens * rows_ - std::count(h_, h_ + plan_.tokens * rows_, 0.0f);
+  }
+
+  // Lists the neurons of the block that some token needs.
+  int find_needed(int* list) const {
     bool needed[max_block] = {};
     for (int64_t t = 0; t < plan_.tokens; ++t)
       for (int r = 0; r < rows_; ++r) needed[r] = needed[r] || h_[t * rows_ + r] != 0;
-    return std::count(needed, needed + rows_, true);
+    int count = 0;
+    for (int r = 0; r < rows_; ++r)
+      if (needed[r]) list[count++] = r;
+    return count;
   }
 
   void times_up(int64_t t, int r, float up) {
@@ -141,11 +161,10 @@ class Many {
   }
 
   const Plan& plan_;
-  const FfnCall& call_;
   const int64_t d_;
-  float* y_;   // [batch, width]
-  float* h_;   // [batch, rows_]: gate, then its activation, then times up
-  float* up_;  // [batch, rows_]
+  float* y_;
+  float* h_;   // [tokens, rows_]: gate, then its activation, then times up
+  float* up_;  // [tokens, rows_]
   const char* base_[max_block];
   int all_[max_block];  // 0, 1, 2, ...
   int64_t first_ = 0;    // neuron of the block

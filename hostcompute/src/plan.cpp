@@ -60,3 +60,10 @@ int Plan::find_upcoming(int64_t block, const char** rows) const {
   for (int r = 0; r < count; ++r) rows[r] = visit_->then + r * row_bytes_;
   return count;
 }
+
+int64_t compute(const Plan& plan, int thread, float* y, float* values) {
+  const auto run = plan.tokens <= few_tokens                ? compute_few
+                   : plan.skip || plan.tokens <= many_tokens ? compute_many
+                                                             : compute_dense;
+  return run(plan, thread, y, values);
+}

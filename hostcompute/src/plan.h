@@ -17,6 +17,7 @@
 constexpr int max_block = 64;  // neurons
 constexpr int block_values = 3;  // values of a neuron and a token that a thread has room for
 constexpr int few_tokens = 2;  // from more on, x and y no longer fit into the first cache beside the weights
+constexpr int many_tokens = tile;  // with more, arithmetic takes as long as reading the weights, and longer
 
 // A row of x that wants a unit.
 struct Guest {
@@ -66,6 +67,7 @@ class Plan {
   int64_t part_stride() const { return call.arena.rows * row_bytes_; }
   int64_t row_bytes() const { return row_bytes_; }
 
+  bool routed() const { return visit_ != nullptr; }  // all tokens want all neurons
   bool up_decides() const { return skip && call.activation == drelu; }  // which down rows are needed
 
   // The activation of a neuron's gate for a token, zero where the token does not admit the neuron's unit; the unit is
@@ -129,7 +131,11 @@ class Plan {
   int64_t row_bytes_;
 };
 
-// Both add this thread's share of the answer to y and return the number of weight rows read. `values` has room for
+// All add this thread's share of the answer to y and return the number of weight rows read. `values` has room for
 // block_values * max_block * tokens floats.
-int64_t compute_few(const Plan& plan, int thread, float* y, float* values);   // tokens <= few_tokens
+int64_t compute_few(const Plan& plan, int thread, float* y, float* values);    // tokens <= few_tokens
 int64_t compute_many(const Plan& plan, int thread, float* y, float* values);
+int64_t compute_dense(const Plan& plan, int thread, float* y, float* values);  // the plan does not skip
+
+// The one that is the fastest.
+int64_t compute(const Plan& plan, int thread, float* y, float* values);

@@ -131,9 +131,8 @@ class MixtureRunner:
         numbers, asked = np.flatnonzero(active), self._foretell(m, h)
         there = Routed(np.asarray(routed[0])[active], np.asarray(routed[1])[active], numbers)
         tokens, costs = there.counts(self.layers.spec.units), self.estimator.costs()
+        busy_s, room = self._busy_s(), None if self._moving else 0
         self._land(m)
-        busy_s = 0.0 if self.mover is None else self.mover.busy_s
-        room = None if self._moving else 0
         plan = self.planner.plan_step(m, tokens, costs, room=room, copy_busy_s=busy_s)
         bucket = self.layers.pool.bucket(m)
         self._look_back(m, there, tokens, bucket)
@@ -213,7 +212,7 @@ class MixtureRunner:
 
     def _ahead(self, m: int, asked: tuple[int, jax.Array] | None, active: Bools) -> None:
         """Moves for later: a prefetch for the layer that was asked about, else what the cache policy wants here."""
-        if not self._moving or self._mover().busy_s > 0:
+        if not self._moving or self._busy_s() > 0:
             return
         costs = self.estimator.costs()
         target, predicted = self._predicted(m, asked, active)
@@ -237,6 +236,14 @@ class MixtureRunner:
             self._guesses[target] = guess, expected
             return target, expected
         return (m + 1, self._count.predict(m + 1)) if self._count and m + 1 < len(self._open) else (m, None)
+
+    def _busy_s(self) -> float:
+        """For how long the link has work; who always waits asks when it has none."""
+        if self.mover is None:
+            return 0.0
+        if self.wishes.always_waits:
+            self.mover.settle()
+        return self.mover.busy_s
 
     def settle(self) -> None:
         """Wait for everything that moves, and tell the planner."""

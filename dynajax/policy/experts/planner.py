@@ -192,10 +192,12 @@ class ExpertPlanner:
             self._send(layer, units, slots)
         return LayerSwaps(units, slots)
 
-    def prefetch(self, layer: int, predicted: F64, costs: ExpertCosts, copy_busy_s: float = 0.0) -> LayerSwaps | None:
+    def prefetch(
+        self, layer: int, predicted: F64, costs: ExpertCosts, *, transit: int = 0, copy_busy_s: float = 0.0
+    ) -> LayerSwaps | None:
         """The one expert of a later layer worth bringing in now, given its predicted workload [E]; pending afterwards.
 
-        None: nothing is, or the link is busy.
+        None: nothing is, or the link is busy. Call it only if the transfer can arrive before the layer starts.
         """
         tokens = predicted_tokens(predicted)
         live = np.flatnonzero(tokens).astype(np.int32)
@@ -204,7 +206,7 @@ class ExpertPlanner:
             experts=live,
             tokens=tokens[live],
             resident=self._where[layer, live] != ABSENT,  # what comes will be there; what leaves cannot be had
-            room=len(victims),
+            room=len(victims) + transit,
             copy_busy_s=copy_busy_s,
             last_used=self._last_used[layer, live],
         )

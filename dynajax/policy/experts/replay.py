@@ -37,7 +37,7 @@ class Tally:
     gpu_s: F64
     link_s: F64
     makespan_s: F64
-    best_s: F64  # of `scan` in the same situations: within 0.1 % of the optimum (tests)
+    best_s: F64  # of `scan` in the same situations: the optimum, or nearly
 
     def figures(self, unit_bytes: int = 0) -> dict[str, float]:
         """Over all layers: shares of 1, and means per layer-step."""
@@ -95,7 +95,7 @@ def replay(
             end_s = now_s + takes_s + dense_s
             later = (step, layer + 1) if layer + 1 < layers else (step + 1, 0)
             if predict is not None and later[0] < steps and max(link.free_s, now_s) + costs.copy_s <= end_s:
-                swap = planner.prefetch(later[1], predict(*later), costs)
+                swap = planner.prefetch(later[1], predict(*later), costs, transit=transit)
                 if swap is not None:
                     link.send(later[1], swap, now_s)
                     tally.prefetched[later[1]] += 1

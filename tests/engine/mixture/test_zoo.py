@@ -1,12 +1,11 @@
-"""Every mixture through the engine: at every share on the device, in every mode and by every policy, its logits are those
-of the float64 forward that reads the files."""
+"""Every mixture through the engine: at every share on the device, in every mode and by every policy, it computes what
+the float64 forward computes that reads the files."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from dynajax.config import PolicyConfig  # noqa: F401
 from dynajax.policy.experts.presets import PRESETS
 from tests.engine.mixture.zoo import FAMILIES, SEED, TOKENS, assert_close, logits_at, opened
 

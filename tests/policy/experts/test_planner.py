@@ -182,6 +182,14 @@ def test_prefetch_keeps_off_a_busy_link_and_off_what_is_coming():
     planner.check()
 
 
+def test_prefetch_knows_what_transit_will_allow():
+    """With a second fetch on demand the host has less left, so that the first one early is worth something."""
+    predicted = np.array([0, 0, 5.0, 1.0, 1.0, 0])
+    for transit, chosen in ((0, False), (2, True)):
+        planner = planner_of([[0]], config=replace(CONFIG, confidence=1.0))
+        assert (planner.prefetch(0, predicted, COSTS, transit=transit) is not None) == chosen
+
+
 def test_confidence_follows_what_became_of_guesses():
     planner = planner_of([[0, 1, 2]], config=replace(CONFIG, confidence_decay=0.5, prefetch_price=1e6))
     predicted = np.array([0, 0, 0, 0, 5.0, 0])
