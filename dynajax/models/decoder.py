@@ -197,7 +197,10 @@ class LatentAttentionBlock(nnx.Module):
         return self.merge(x, self.mix(q, k, v, positions))
 
 
-def attention_block(spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype) -> AttentionBlock | LatentAttentionBlock:
+AnyAttention = AttentionBlock | LatentAttentionBlock
+
+
+def attention_block(spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype) -> AnyAttention:
     """The block of the model's kind of attention."""
     return AttentionBlock(spec, rngs, dtype) if spec.latent is None else LatentAttentionBlock(spec, rngs, dtype)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dynajax.config import ModelSpec
-from dynajax.models.decoder import AttentionBlock, add_ffn, embed, normed, scaled
+from dynajax.models.decoder import AnyAttention, add_ffn, embed, normed, scaled
 from dynajax.ops.ffn import combine, pool_ffn
 from dynajax.ops.linear import contract
 from predictors.forms import Form, Shape
@@ -32,7 +32,7 @@ def _write_kv(cache: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array
     return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (row, start, zero, zero))
 
 
-def attend_rows(block: AttentionBlock, k, v, x, y_cold, positions, *, prefix: int):
+def attend_rows(block: AnyAttention, k, v, x, y_cold, positions, *, prefix: int):
     """x [B,D], y_cold [B,W], positions [B] -> x [B,D], FFN input h [B,W], and the caches with the new keys."""
     where = positions[:, None]
     x = add_ffn(block.spec, x, y_cold)[:, None, :]
@@ -44,7 +44,7 @@ def attend_rows(block: AttentionBlock, k, v, x, y_cold, positions, *, prefix: in
     return x[:, 0], h[:, 0], k, v
 
 
-def attend_chunk(block: AttentionBlock, k, v, xs, y_cold, row, start, *, prefix: int):
+def attend_chunk(block: AnyAttention, k, v, xs, y_cold, row, start, *, prefix: int):
     """The T = y_cold.shape[0] tokens of xs [S,D] from `start` -> xs, h [T,W], and the caches."""
     size = y_cold.shape[0]
     zero = jnp.zeros((), jnp.int32)

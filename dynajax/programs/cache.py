@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dynajax.models.decoder import AttentionBlock, LatentAttentionBlock, attention_block
+from dynajax.models.decoder import AnyAttention, attention_block
 from dynajax.ops.ffn import write_slots
 from dynajax.programs import bodies
 from dynajax.programs.shapes import Shapes
@@ -217,5 +217,5 @@ class Programs:
         part = shape_of((slots * spec.unit_rows, spec.unit_width), self.shapes.pool_type)
         return (part,) * spec.ffn_parts if slots else ()
 
-    def _merge(self, leaves) -> AttentionBlock | LatentAttentionBlock:
+    def _merge(self, leaves) -> AnyAttention:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, leaves))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dynajax.config import ModelSpec
-from dynajax.models.decoder import AttentionBlock, RoutingBlock, add_ffn
+from dynajax.models.decoder import AnyAttention, RoutingBlock, add_ffn
 from dynajax.ops.experts import grouped_experts, routed_experts
 from dynajax.ops.linear import contract
 from dynajax.programs.bodies import Parts, attend_chunk, attend_rows, embed_rows, head
@@ -19,14 +19,14 @@ from dynajax.programs.bodies import Parts, attend_chunk, attend_rows, embed_rows
 HostExperts = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # h, ids, weights, active -> y_cold
 
 
-def route_rows(block: AttentionBlock, routing: RoutingBlock, k, v, x, y_cold, positions, *, prefix: int):
+def route_rows(block: AnyAttention, routing: RoutingBlock, k, v, x, y_cold, positions, *, prefix: int):
     """`attend_rows`, and where its tokens go: -> x, h [B,D], experts [B,K] int32, weights [B,K], and the caches."""
     x, h, k, v = attend_rows(block, k, v, x, y_cold, positions, prefix=prefix)
     ids, weights = routing.route(routing.logits(h))
     return x, h, ids, weights, k, v
 
 
-def route_chunk(block: AttentionBlock, routing: RoutingBlock, k, v, xs, y_cold, row, start, *, prefix: int):
+def route_chunk(block: AnyAttention, routing: RoutingBlock, k, v, xs, y_cold, row, start, *, prefix: int):
     """`attend_chunk`, and where its tokens go: -> xs, h [T,D], experts [T,K], weights [T,K], and the caches."""
     xs, h, k, v = attend_chunk(block, k, v, xs, y_cold, row, start, prefix=prefix)
     ids, weights = routing.route(routing.logits(h))
@@ -35,7 +35,9 @@ def route_chunk(block: AttentionBlock, routing: RoutingBlock, k, v, xs, y_cold, 
 
 def always_rows(routing: RoutingBlock, x, h):
     """x [B,D] plus what every token gets: the shared expert, or a layer's only FFN."""
-    return add_ffn(routing.spec, x, routing.always(h))
+    y = routing.always(h)
+    assert y is not None, "this layer has nothing for every token"
+    return add_ffn(routing.spec, x, y)
 
 
 def always_chunk(routing: RoutingBlock, xs, h, start):

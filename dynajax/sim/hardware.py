@@ -15,7 +15,7 @@ from typing import Any
 from dynajax.errors import StorageError, UsageError
 
 VERSION = 1
-NAMED = ("pc-high", "pc-low", "pc-low-12gb")
+NAMED = ("pc-high", "pc-low", "pc-low-12gb", "dali-pc")
 _MOST_BYTES = 2**20  # of a file
 _COUNTS = ("device_bytes", "reserved_bytes", "cores")
 

@@ -36,8 +36,8 @@ def _whole_tokens(parts: Parts) -> Units:
 
 
 def _planned(parts: Parts, mixture: Mixture) -> Units:
-    mixture.runner.settle()
-    spec, books = parts.prepared.spec, mixture.runner.books
+    mixture.runner.moves.settle()
+    spec, books = parts.prepared.spec, mixture.runner.moves.books
     pairs, rows = int(books.pairs.sum()), parts.stepper.rows
     return Units(
         kind="expert",
@@ -55,8 +55,8 @@ def _planned(parts: Parts, mixture: Mixture) -> Units:
 
 def mixture_layers_of(mixture: Mixture) -> list[dict[str, Any]]:
     """One record of every layer that has experts, of the last generation's decoding."""
-    mixture.runner.settle()
-    layers, books = mixture.runner.layers, mixture.runner.books
+    mixture.runner.moves.settle()
+    layers, books = mixture.runner.layers, mixture.runner.moves.books
     return [_layer(books, m, layer, layers.pool.slots[m]) for m, layer in enumerate(layers.spec.unit_layers)]
 
 

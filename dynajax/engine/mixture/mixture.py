@@ -11,8 +11,9 @@ import numpy.typing as npt
 from dynajax.bundles import HostStore
 from dynajax.engine.mixture.foretelling import Foretellers
 from dynajax.engine.mixture.layers import MixtureLayers
+from dynajax.engine.mixture.moves import Moves, Wishes
 from dynajax.engine.mixture.probing import probe_costs
-from dynajax.engine.mixture.runner import MixtureRunner, Wishes
+from dynajax.engine.mixture.runner import MixtureRunner
 from dynajax.engine.mixture.strategy import MixtureStrategy, expert_config
 from dynajax.engine.planning import Prepared
 from dynajax.mover import Mover, Span
@@ -43,12 +44,11 @@ class Mixture:
 
     def start(self) -> None:
         """A mover and fresh books."""
-        runner = self.runner
-        runner.planner = make_planner(self.prepared, runner.layers.pool, self.frequency)
-        if runner.wishes.moves:
-            transfer = UnitTransfer(self.store, runner.layers.programs, self._open_staging())
-            runner.mover = Mover(transfer)
-            runner.mover.span = self.span
+        layers, moves = self.runner.layers, self.runner.moves
+        moves.planner = make_planner(self.prepared, layers.pool, self.frequency)
+        if moves.wishes.moves:
+            moves.mover = Mover(UnitTransfer(self.store, layers.programs, self._open_staging()))
+            moves.mover.span = self.span
 
     def _open_staging(self) -> Staging:
         assert self.staging is not None
@@ -57,8 +57,7 @@ class Mixture:
     def restart(self) -> None:
         """After a failed step: nothing moves any more, and every expert is where it was placed at first."""
         runner, pool = self.runner, self.runner.layers.pool
-        if runner.mover is not None:
-            runner.mover.close()
+        self.close()
         runner.forget()
         if self.store.arenas:
             pool.clear()
@@ -70,20 +69,20 @@ class Mixture:
     def tell(self, span: Span | None) -> None:
         """Where moves are written from now on."""
         self.span = span
-        if self.runner.mover is not None:
-            self.runner.mover.span = span
+        if self.runner.moves.mover is not None:
+            self.runner.moves.mover.span = span
 
     def check(self) -> None:
         """The books: planner and pool agree once nothing moves."""
-        runner = self.runner
-        if runner.mover is not None and not runner.mover.failed:
-            runner.settle()
-            runner.planner.check()
+        moves = self.runner.moves
+        if moves.mover is not None and not moves.mover.failed:
+            moves.settle()
+            moves.planner.check()
 
     def close(self) -> None:
         """The mover ends."""
-        if self.runner.mover is not None:
-            self.runner.mover.close()
+        if self.runner.moves.mover is not None:
+            self.runner.moves.mover.close()
 
 
 def probe_piece(store: HostStore) -> npt.NDArray:
@@ -123,7 +122,9 @@ def make_mixture(
     costs = FIXED if deterministic or not store.arenas else probe_costs(layers, store, moves=moves)
     estimator = ExpertCostEstimator(costs, strategy.knobs.safety, fixed=deterministic)
     wishes = Wishes(moves=moves, always_waits=deterministic)
-    runner = MixtureRunner(layers, planner, estimator, wishes, buffers, foretellers(prepared, layers, moves=moves))
+    foretold = foretellers(prepared, layers, moves=moves)
+    desk = Moves(layers.pool, planner, estimator, wishes, foretold, spec.units)
+    runner = MixtureRunner(layers, desk, buffers)
     runner.guard = Guard() if strategy.guarded and moves else None
     made = Mixture(
         prepared=prepared,

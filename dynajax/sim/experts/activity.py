@@ -90,9 +90,7 @@ def draw_mixture(
     read, decoded = drawn[before + gap : before + gap + prompt], drawn[before + gap + prompt :]
     prompts = (Prompt(tokens=prompt * batch, counts=read.sum(axis=0, dtype=np.int32)),) if prompt else ()
     run = MixtureRun(prompts=prompts, steps=decoded, rows=np.full(steps, batch, np.int32), context=prompt)
-    return MixtureActivity(
-        name=name, synthetic=True, top_k=top_k, frequency=frequency.astype(np.float32), runs=(run,)
-    )
+    return MixtureActivity(name=name, synthetic=True, top_k=top_k, frequency=frequency.astype(np.float32), runs=(run,))
 
 
 # --- recorded ---
@@ -105,7 +103,9 @@ def from_routing(trace: RoutingTrace, name: str, batch: int | None = None) -> Mi
     was placed by, or its own. MismatchError if nothing was decoded; UsageError if it is too short for the batch.
     """
     if batch is not None and trace.experts is None:
-        raise UsageError(f"{name} counts tokens of whole steps: its rows cannot be put together anew, leave out --batch")
+        raise UsageError(
+            f"{name} counts tokens of whole steps: its rows cannot be put together anew, leave out --batch"
+        )
     runs = tuple(_as_it_ran(trace) if batch is None else _side_by_side(trace, name, batch))
     if not runs:
         raise MismatchError(f"{name} holds no decoded token: record a run of generate")

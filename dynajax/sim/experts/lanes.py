@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from dynajax.policy.experts.records import Ints
 from dynajax.sim.events import Simulation, Work
 from dynajax.sim.experts.shapes import MixtureLoad
@@ -41,8 +39,13 @@ class Lanes:
 
     def experts(self, kind: str, tokens: Ints) -> Work:
         """A program on the device that computes experts with so many tokens [n]."""
-        fixed = self.hardware.program("hot").fixed_s
-        return self._device(kind, fixed, float(self.sides.device_s(tokens).sum()), len(tokens) * self.load.unit)
+        busy = float(self.sides.device_s(tokens).sum())
+        return self._device(kind, self.launch_s, busy, len(tokens) * self.load.unit)
+
+    @property
+    def launch_s(self) -> float:
+        """Of a program that computes experts."""
+        return self.hardware.program("hot").fixed_s
 
     def cold(self, tokens: Ints) -> Work:
         """The host computes experts with so many tokens [n]."""
@@ -68,8 +71,3 @@ class Lanes:
         if self.hardware.shared and busy_s > 0:
             asks = {"memory": size / busy_s, "cores": float(self.hardware.cores)}
         return self.simulation.give("device", kind, fixed_s, busy_s, asks)
-
-
-def some(tokens: Ints, experts: Ints) -> Ints:
-    """[n] tokens of these experts."""
-    return np.asarray(tokens)[experts]

@@ -57,7 +57,7 @@ class Sides:
         return np.maximum(self.host_read_s, self.host_token_s * np.asarray(tokens, np.float64))
 
     def fitted(self, tokens: Any) -> ExpertCosts:
-        """The straight lines that fit these numbers of tokens best, as the engine's probe and its estimator lay them."""
+        """The straight lines through these numbers of tokens, as the engine's probe and its estimator lay them."""
         seen = np.unique(np.asarray(tokens, np.int64))
         seen = seen[seen > 0] if (seen > 0).any() else np.ones(1, np.int64)
         picked = np.unique(seen[np.linspace(0, len(seen) - 1, PROBES).round().astype(np.int64)])

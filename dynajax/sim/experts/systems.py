@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 from dynajax.config import PolicyConfig
@@ -18,7 +18,9 @@ class Order:
     """In which order a layer's work is done; what a planner takes for granted is the default."""
 
     early: bool = True  # looks ahead as soon as the link is idle; False: when the layer is done
-    pipelined: bool = True  # a fetched expert is computed once it is there; False: all, after the last and after the host
+    pipelined: bool = (
+        True  # a fetched expert is computed once it is there; False: all, after the last and after the host
+    )
     overlaps: bool = True  # in a prompt the host works beside what is streamed; False: after it
 
 
@@ -30,8 +32,10 @@ class MixtureSystem:
     """What is simulated: the parts of a policy with their constants, and how its decisions are carried out."""
 
     policy: ExpertPolicy
-    config: ExpertConfig = ExpertConfig()
-    order: Order = Order()
+    config: ExpertConfig = field(default_factory=ExpertConfig)
+    order: Order = field(default_factory=Order)
+    lead: int = 1  # layers between a prediction and its use
+    transit: bool = True  # what is fetched and not kept passes through buffers, without a slot
     offload_from: int | None = None  # tokens of a step from which all that is absent is streamed; None: never
 
     @property
@@ -46,21 +50,27 @@ def expert_constants(knobs: PolicyConfig) -> ExpertConfig:
     return ExpertConfig(decay=knobs.expert_decay, **{name: getattr(knobs, name) for name in named})
 
 
-# A planner's own constants where a system is not known to ask whether a move pays.
-_ALWAYS = replace(ExpertConfig(), prefetch_price=0.0)
+def as_engine(system: MixtureSystem) -> MixtureSystem:
+    """The same as the engine carries it out today."""
+    return replace(system, order=ENGINE_ORDER, transit=False)
+
+
+_ALWAYS = replace(ExpertConfig(), prefetch_price=0.0)  # of systems that are not said to ask whether a prefetch pays
 # The rivals as policies of one engine, on the same kernels, with the same pool. `llama.cpp` keeps whole layers on the
-# device; `ktransformers` a static set of hot experts; MoE-Lightning is not modelled.
+# device; `ktransformers` a static set of hot experts; MoE-Lightning is not modelled. Fiddler's experts pass through a
+# buffer, its set of popular ones stays.
 RIVALS: Mapping[str, MixtureSystem] = MappingProxyType(
     {
         "llama.cpp": MixtureSystem(policy=PRESETS["layer-split"]),
         "llama.cpp-offload": MixtureSystem(policy=PRESETS["layer-split"], offload_from=OFFLOAD_FROM),
         "ktransformers": MixtureSystem(policy=PRESETS["static"]),
-        "fiddler": MixtureSystem(policy=PRESETS["fiddler"]),
+        "fiddler": MixtureSystem(policy=replace(PRESETS["fiddler"], cache="static")),
         "lru": MixtureSystem(policy=PRESETS["lru"]),
         "hybrimoe": MixtureSystem(policy=PRESETS["hybrimoe"], config=_ALWAYS),
         "hybrimoe-shipped": MixtureSystem(policy=PRESETS["hybrimoe-shipped"], config=_ALWAYS),
         "freetoken": MixtureSystem(policy=PRESETS["bandwidth-split"]),
         "dali": MixtureSystem(policy=PRESETS["dali"], config=_ALWAYS),
         "ours": MixtureSystem(policy=PRESETS["auto"]),
+        "ours-engine": as_engine(MixtureSystem(policy=PRESETS["auto"])),
     }
 )

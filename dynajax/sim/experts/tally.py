@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from dynajax.policy.experts.scan import scan
 
 JUDGED_EVERY = 8  # layer-steps from one comparison with the best assignment to the next
 LANES = ("device", "host", "link")
+Why = Literal["fetched", "streamed", "prefetched", "swapped"]  # a step needs it, with or without a slot; or may later
 
 
 @dataclass(slots=True)
@@ -29,10 +32,7 @@ class MixtureTally:
     pairs: int = 0  # tokens at live experts
     hit_pairs: int = 0
     hot_pairs: int = 0  # computed on the device
-    fetched: int = 0  # experts, because a step needed them
-    streamed: int = 0  # through the device and gone again
-    prefetched: int = 0
-    swapped: int = 0  # in the background
+    moved: Counter[Why] = field(default_factory=Counter)  # experts that were brought to the device, by reason
     useful: int = 0  # prefetched ones that were there when their layer's next step needed them
     late: int = 0  # needed, and still on their way
     foretold_pairs: float = 0.0  # of steps that were foretold
@@ -49,7 +49,7 @@ class MixtureTally:
     @property
     def loads(self) -> int:
         """Experts that were brought to the device while decoding."""
-        return self.fetched + self.streamed + self.prefetched + self.swapped
+        return self.moved.total()
 
     def found(self, tokens: Ints, resident: Bools) -> None:
         """A layer-step begins: tokens [E], and who is on the device [E]."""
@@ -79,26 +79,30 @@ class MixtureTally:
     def figures(self, unit_bytes: float) -> dict[str, float | None]:
         """By the names of `simulate.py --json`; None where a figure does not apply."""
         seconds, steps = max(self.seconds, 1e-30), max(1, self.layer_steps)
-        computing = self.host_s + self.device_s
         busy = {lane: self.busy_s.get(lane, 0.0) / seconds for lane in LANES}
         return {
             "decode_tok_s": self.rows / seconds,
             "decode_tok_s_row": self.steps / seconds,
-            "prefill_tok_s": self.prompt_tokens / self.prompt_s if self.prompt_s else None,
+            "prefill_tok_s": ratio(self.prompt_tokens, self.prompt_s),
             "hits": self.hits / max(1, self.live),
             "weighted_hits": self.hit_pairs / max(1, self.pairs),
             "computed_hot_share": self.hot_pairs / max(1, self.pairs),
             "loads_per_layer_step": self.loads / steps,
-            "fetched_per_layer_step": (self.fetched + self.streamed) / steps,
-            "prefetched_per_layer_step": self.prefetched / steps,
-            "swapped_per_layer_step": self.swapped / steps,
+            "fetched_per_layer_step": (self.moved["fetched"] + self.moved["streamed"]) / steps,
+            "prefetched_per_layer_step": self.moved["prefetched"] / steps,
+            "swapped_per_layer_step": self.moved["swapped"] / steps,
             "moved_gb": self.loads * unit_bytes / 1e9,
             **{f"busy_{lane}": share for lane, share in busy.items()},
             **{f"idle_{lane}": max(0.0, 1 - share) for lane, share in busy.items()},
-            "host_share": self.host_s / computing if computing else None,
-            "over_best": self.judged_s / self.best_s if self.best_s else None,
-            "prefetch_useful": self.useful / self.prefetched if self.prefetched else None,
-            "prefetch_late": self.late / self.prefetched if self.prefetched else None,
-            "foretold_recall": self.foretold_hits / self.foretold_pairs if self.foretold_pairs else None,
-            "foretold_top1": self.top1_hits / self.top1 if self.top1 else None,
+            "host_share": ratio(self.host_s, self.host_s + self.device_s),
+            "over_best": ratio(self.judged_s, self.best_s),
+            "prefetch_useful": ratio(self.useful, self.moved["prefetched"]),
+            "prefetch_late": ratio(self.late, self.moved["prefetched"]),
+            "foretold_recall": ratio(self.foretold_hits, self.foretold_pairs),
+            "foretold_top1": ratio(self.top1_hits, self.top1),
         }
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """part / whole; None where there is nothing to divide by."""
+    return part / whole if whole else None
