@@ -27,7 +27,7 @@ from dynajax.checkpoint.drafts import draft_of
 from dynajax.checkpoint.json_file import read_json
 from dynajax.checkpoint.wording import listing, located, plain, quoted
 from dynajax.errors import MismatchError, ModelError, NumericalError, StorageError
-from predictors.folder import DTYPES, MANIFEST_NAME, WEIGHTS_NAME, _check_room, _hashes, _restore, _save
+from predictors.folder import DTYPES, MANIFEST_NAME, WEIGHTS_NAME, Kinds, _check_room, _hashes, _restore, _save
 
 VERSION = 1
 KIND = "experts"
@@ -71,15 +71,17 @@ class RoutingManifest:
     tokens: int
     entries: tuple[RoutingEntry, ...]
 
-    def arrays(self) -> dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]:
+    def arrays(self) -> Kinds:
         """What weights/ holds."""
         single, kind = np.dtype(np.float32), DTYPES[self.dtype]
-        found = {"means": {"hidden": ((len(self.layers), self.hidden), single)}}
+        found: Kinds = {"means": {"hidden": ((len(self.layers), self.hidden), single)}}
         for entry in self.entries:
             if entry.kind == "corrected":
-                shapes = {"down": (entry.rank, self.hidden), "up": (self.hidden, entry.rank)}
-                matrices = {name: (shape, kind) for name, shape in shapes.items()}
-                found[entry.key] = {"shift": ((self.hidden,), single), **matrices}
+                found[entry.key] = {
+                    "shift": ((self.hidden,), single),
+                    "down": ((entry.rank, self.hidden), kind),
+                    "up": ((self.hidden, entry.rank), kind),
+                }
         return found
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.engine.checks import LiveCheck
+from dynajax.engine.cold import ColdSide
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.prediction import Place, Predictors
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece, Rows
-from dynajax.engine.threads import cut_chunks
+from dynajax.engine.threads import ThreadsRunner, cut_chunks
 from dynajax.programs.bodies import ADMITTED
 
 Scores = npt.NDArray[np.uint8]
@@ -91,6 +92,7 @@ class MaskedPrompt:
     """Carries prompts through; `counts` sums until it is replaced. check: look at every token exactly, too."""
 
     def __init__(self, loaded: Loaded, check: LiveCheck | None = None):
+        assert isinstance(loaded.layers, ThreadsRunner) and isinstance(loaded.cold, ColdSide), "only neurons are masked"
         self._programs, self._pool, self._cold = loaded.programs, loaded.pool, loaded.cold
         self._layers, self._check = loaded.layers, check
         self.counts = Masked.empty(loaded.programs.shapes.spec.layers)

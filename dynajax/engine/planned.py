@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.engine.checks import LiveCheck, LiveCounts
+from dynajax.engine.cold import ColdSide
 from dynajax.engine.ledger import Ledger
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.masked import MaskedPrompt, PredictedScores
@@ -25,7 +26,7 @@ from dynajax.engine.observing import Seen
 from dynajax.engine.prediction import Place, Predictors
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece
-from dynajax.engine.threads import HotTimer, begin_rows
+from dynajax.engine.threads import HotTimer, ThreadsRunner, begin_rows
 from dynajax.plan import LayerPlan
 from dynajax.policy.guard import Guard
 from dynajax.scheduler import Ran, Scheduler
@@ -63,6 +64,9 @@ class PlannedRunner:
         check: LiveCheck,
         wishes: Wishes,
     ):
+        assert isinstance(loaded.layers, ThreadsRunner) and isinstance(loaded.cold, ColdSide), (
+            "these plans are of neurons"
+        )
         self._loaded, self._programs, self._weights = loaded, loaded.programs, loaded.weights
         self._pool, self._cold, self.layers = loaded.pool, loaded.cold, loaded.layers
         self.predictors, self.ledger, self._check, self.wishes = predictors, ledger, check, wishes

@@ -17,6 +17,7 @@ from dynajax.engine.loaded import Loaded
 from dynajax.engine.planned import PlannedRunner, Wishes
 from dynajax.engine.planning import Prepared
 from dynajax.engine.prediction import Predictors, knobs_of, load_predictors, source_of_units
+from dynajax.engine.strategy import Strategy
 from dynajax.policy.costs import CostEstimator, Costs
 from dynajax.policy.guard import Guard
 from dynajax.policy.planner import NeuronPlanner
@@ -64,6 +65,7 @@ class Plans:
         """A planner that starts from the pool as it was placed, and a thread that drives it."""
         prepared, spec, loaded = self.prepared, self.prepared.spec, self.loaded
         strategy, host_unit = prepared.strategy, unit_bytes(spec, prepared.host_dtype)
+        assert isinstance(strategy, Strategy), "these plans are of neurons"
         knobs = knobs_of(strategy.knobs, prepared.prediction)
         costs = first_costs(host_unit, unit_bytes(spec, prepared.programs.shapes.dtype))
         way = None if self.staging is None else open_staging(self.staging, jax.local_devices()[0], probe_block(self))

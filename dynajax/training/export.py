@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dynajax.config import ModelSpec
-from dynajax.models.decoder import Decoder, Ffn, MixtureFfn
+from dynajax.models.decoder import AttentionBlock, Decoder, Ffn, MixtureFfn
 from dynajax.training.report import LayerLoad, LayerSparsity, Measurements
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -66,6 +66,7 @@ def hf_tensors(model: Decoder) -> dict[str, np.ndarray]:
             **{f"{at}self_attn.{part}_proj.weight": _value(getattr(attention, part)) for part in "qkvo"},
             f"{at}post_attention_layernorm.weight": _value(attention.ffn_norm),
         }
+        assert isinstance(attention, AttentionBlock), "both have keys and values of every head"
         if attention.q_norm is not None:
             tensors |= {
                 f"{at}self_attn.{part}_norm.weight": _value(getattr(attention, f"{part}_norm")) for part in "qk"

@@ -128,7 +128,8 @@ def balance_loss(logits: jax.Array, top_k: int) -> jax.Array:
 def shape_loss(spec: ModelSpec, gates: list[jax.Array], phase: Phase) -> jax.Array:
     """What is asked of the units beside the cross-entropy: experts share the work, neurons behave as the phase says."""
     if spec.experts is not None:
-        return BALANCE * sum(balance_loss(logits, spec.experts.router.top_k) for logits in gates) / len(gates)
+        each = jnp.stack([balance_loss(logits, spec.experts.router.top_k) for logits in gates])
+        return BALANCE * jnp.mean(each)
     shape = sum(phase.wake * wake_loss(gate, phase.window) for gate in gates)
     if phase.l1:
         shape += sum(phase.l1 * jnp.mean(jax.nn.relu(gate)) for gate in gates)

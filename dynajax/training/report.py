@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from dynajax.config import ModelSpec
-from dynajax.models.decoder import Decoder
+from dynajax.models.decoder import Decoder, MixtureFfn
 from dynajax.ops.routing import spread
 
 WINDOW = 256  # tokens; windows do not overlap, and the first token of each is not predicted
@@ -133,6 +133,7 @@ def _reused(model: Decoder, tokens: jax.Array, live: list[jax.Array]) -> jax.Arr
         return jnp.zeros(model.spec.layers)
     inputs, shares = model.ffn_inputs(tokens), [jnp.float32(0)]
     for before, ffn, truth in zip(inputs, list(model.ffn)[1:], live[1:], strict=False):
+        assert isinstance(ffn, MixtureFfn)
         guess = _live(model.spec, ffn.block.logits(before))
         shares.append(jnp.sum(guess & truth, dtype=jnp.int32) / jnp.sum(truth, dtype=jnp.int32))
     return jnp.stack(shares)

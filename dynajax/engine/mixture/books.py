@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ class Books:
     live: Counts  # experts
     hits: Counts  # live experts that were on the device when they were asked for
     fetched: Counts  # experts brought in because this step needed them
+    passed: Counts  # for this step alone, through a buffer
     swapped: Counts  # in the background, for later steps
     prefetched: Counts  # because the next step of the layer was predicted to need them
     useful: Counts  # prefetched ones that it needed
@@ -41,4 +43,12 @@ class Books:
 
     @classmethod
     def empty(cls, layers: int) -> Books:
-        return cls(*(np.zeros(layers, np.float64 if f.name.endswith("_s") else np.int64) for f in fields(cls)))
+        made: dict[str, Any] = {
+            f.name: np.zeros(layers, np.float64 if f.name.endswith("_s") else np.int64) for f in fields(cls)
+        }
+        return cls(**made)
+
+    @property
+    def loads(self) -> Counts:
+        """Experts that came to the device, for whatever reason."""
+        return self.fetched + self.passed + self.swapped + self.prefetched

@@ -45,7 +45,7 @@ def _planned(parts: Parts, mixture: Mixture) -> Units:
         hot_share=ratio(int(books.hit_pairs.sum()), pairs),
         hot_share_layers_ge_1=ratio(int(books.hit_pairs[1:].sum()), int(books.pairs[1:].sum())),
         computed_hot_share=ratio(int(books.hot_pairs.sum()), pairs),
-        migrated=int((books.fetched + books.swapped + books.prefetched).sum()),
+        migrated=int(books.loads.sum()),
         migrated_bytes=int(books.moved_bytes.sum()),
         late_plans=int(books.late.sum()),
         density=ratio(pairs, rows * len(spec.unit_layers) * spec.units),
@@ -62,7 +62,7 @@ def mixture_layers_of(mixture: Mixture) -> list[dict[str, Any]]:
 
 def _layer(books: Books, m: int, layer: int, slots: int) -> dict[str, Any]:
     steps, pairs = int(books.steps[m]), int(books.pairs[m])
-    moved = int(books.fetched[m] + books.swapped[m] + books.prefetched[m])
+    moved = int(books.loads[m])
     host_s, device_s, makespan_s = (float(getattr(books, name)[m]) for name in ("cold_s", "device_s", "makespan_s"))
     return {
         "layer": layer,
@@ -71,11 +71,11 @@ def _layer(books: Books, m: int, layer: int, slots: int) -> dict[str, Any]:
         "weighted_hit_share": ratio(int(books.hit_pairs[m]), pairs),
         "computed_hot_share": ratio(int(books.hot_pairs[m]), pairs),
         "live_per_step": ratio(int(books.live[m]), steps),
-        "fetched_per_step": ratio(int(books.fetched[m]), steps),
+        "fetched_per_step": ratio(int(books.fetched[m] + books.passed[m]), steps),
         "loads_per_step": ratio(moved, steps),
         "moved_bytes": int(books.moved_bytes[m]),
         "prefetched": int(books.prefetched[m]),
-        "useful_bytes_share": ratio(int(books.useful[m]), moved),
+        "prefetch_used_share": ratio(int(books.useful[m]), int(books.prefetched[m])),
         "prefetch_recall": ratio(int(books.foretold_hits[m]), int(books.foretold[m])),
         "prefetch_top1": ratio(int(books.top1_hits[m]), int(books.top1[m])),
         "late": int(books.late[m]),

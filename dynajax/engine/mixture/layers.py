@@ -30,6 +30,9 @@ DECODE_STEP, PROMPT_STEP = 2, 8  # from one size of a group of experts to the ne
 MANY = 16  # experts at most in a step, above which decoding has fewer sizes
 
 
+Place = tuple[DevicePool, int]  # a pool, and which of its layers
+
+
 class Side(NamedTuple):
     """Where a prompt's experts are computed in one layer."""
 
@@ -41,12 +44,12 @@ class Side(NamedTuple):
 class PromptPlanner(Protocol):
     """Decides that, and brings in what is streamed."""
 
-    def sides(self, layer: int, tokens: npt.NDArray[np.int64]) -> Side:
-        """By the tokens [E] of every expert; `layer` is the number among those that have experts."""
+    def sides(self, m: int, tokens: npt.NDArray[np.int64]) -> Side:
+        """By the tokens [E] of every expert; m: the layer's number among those that have experts."""
         ...
 
-    def stream(self, layer: int, experts: I32, use: Callable[[int, DevicePool, int], None]) -> None:
-        """Call use(expert, pool, its layer) for each, when it is on the device, in slot 0."""
+    def stream(self, m: int, experts: I32, use: Callable[[int, Place], None]) -> None:
+        """Call use(expert, place) for each, when it is on the device, in slot 0 of the place."""
         ...
 
 
@@ -107,7 +110,7 @@ class MixtureLayers:
             return self.weights.lookup(ids, positions), prefix
         return self.programs.get("embed_rows")(tables, ids, positions), prefix
 
-    def logits(self, x: jax.Array, y_cold: Rows) -> jax.Array:
+    def logits(self, x: jax.Array | Rows, y_cold: Rows) -> jax.Array:
         """The head [B, V]."""
         begin = time.perf_counter()
         logits = self.programs.get("head")(self.weights.norm, self.weights.table, x, y_cold)
@@ -145,14 +148,17 @@ class MixtureLayers:
             x = self.programs.get("always_rows", kind)(routing, x, h)
         return x, h, routed
 
-    def hot_rows(self, m: int, x: jax.Array, h: jax.Array, experts: I32, routed: Routed) -> jax.Array:
-        """x with the share of these experts, which are in the pool."""
-        begin, batch = time.perf_counter(), self.programs.shapes.batch
-        with self.pool.lock:
-            slot_of, parts = self.slots_of(m), self.pool.parts(m)
-            for group in routed.groups(experts, self._row_sizes, token_sizes(batch)):
-                program = self.programs.get("experts_rows", self.pool.slots[m], *group.rows.shape)
-                x = program(x, h, parts, slot_of[group.experts], group.rows, group.weights)
+    def hot_rows(
+        self, m: int, x: jax.Array, h: jax.Array, experts: I32, routed: Routed, place: Place | None = None
+    ) -> jax.Array:
+        """x with the share of these experts, which are in the pool; place: of one that is somewhere else, in slot 0."""
+        begin, sizes = time.perf_counter(), token_sizes(self.programs.shapes.batch)
+        pool, layer = (self.pool, m) if place is None else place
+        with pool.lock:
+            slot_of = self.slots_of(m) if place is None else np.zeros(self.spec.units, np.int32)
+            for group in routed.groups(experts, self._row_sizes if place is None else (1,), sizes):
+                program = self.programs.get("experts_rows", pool.slots[layer], *group.rows.shape)
+                x = program(x, h, pool.parts(layer), slot_of[group.experts], group.rows, group.weights)
         if self.lanes is not None:
             self.lanes.device(f"experts {self.spec.unit_layers[m]}", begin, x)
         return x
@@ -228,16 +234,17 @@ class MixtureLayers:
             return [np.zeros((size, self.spec.hidden), np.float32) for _, size, _ in pieces]
         sides = self._sides(m, tokens)
 
-        def use(experts: I32, pool: DevicePool, layer: int, slot_of: I32 | None) -> None:
+        def use(experts: I32, place: Place, slot_of: I32, sizes: Sequence[int]) -> None:
             for each, (h, _), (start, *_) in zip(routed, chunks, pieces, strict=True):
-                for group in each.groups(experts, self._sizes(pool), token_sizes(len(h))):
-                    self._experts_chunk(state, h, start, group, (pool, layer, slot_of))
+                for group in each.groups(experts, sizes, token_sizes(len(h))):
+                    self._experts_chunk(state, h, start, group, (*place, slot_of[group.experts]))
 
         if len(sides.hot):
-            use(sides.hot, self.pool, m, self.slots_of(m))
+            use(sides.hot, (self.pool, m), self.slots_of(m), self._chunk_sizes)
         if len(sides.streamed):
             assert self.planner is not None
-            self.planner.stream(m, sides.streamed, lambda e, pool, at: use(np.array([e], np.int32), pool, at, None))
+            first = np.zeros(self.spec.units, np.int32)
+            self.planner.stream(m, sides.streamed, lambda e, at: use(np.array([e], np.int32), at, first, (1,)))
         begin = time.perf_counter()
         y = self.cold.run(m, h_all, whole, sides.cold)
         if self.lanes is not None:
@@ -247,12 +254,8 @@ class MixtureLayers:
     def _sides(self, m: int, tokens: npt.NDArray[np.int64]) -> Side:
         return resident_sides(self, m, tokens) if self.planner is None else self.planner.sides(m, tokens)
 
-    def _sizes(self, pool: DevicePool) -> Sequence[int]:
-        return self._chunk_sizes if pool is self.pool else (1,)
-
     def _experts_chunk(self, state: DeviceState, h: jax.Array, start: int, group: Group, place: tuple) -> None:
-        pool, layer, slot_of = place
-        slots = np.zeros(len(group.experts), np.int32) if slot_of is None else slot_of[group.experts]
+        pool, layer, slots = place
         program = self.programs.get("experts_chunk", len(h), pool.slots[layer], *group.rows.shape)
         with pool.lock:
             parts = pool.parts(layer)

@@ -12,6 +12,7 @@ from dynajax.bundles import HostStore
 from dynajax.engine.mixture.foretelling import Foretellers
 from dynajax.engine.mixture.layers import MixtureLayers
 from dynajax.engine.mixture.moves import Moves, Wishes
+from dynajax.engine.mixture.planning import buffers_of
 from dynajax.engine.mixture.probing import probe_costs
 from dynajax.engine.mixture.runner import MixtureRunner
 from dynajax.engine.mixture.strategy import MixtureStrategy, expert_config
@@ -116,7 +117,7 @@ def make_mixture(
     buffers = None
     if moves:
         kind = programs.shapes.pool_type
-        buffers = DevicePool((1, 1), spec.ffn_parts, spec.unit_rows, spec.hidden, kind, spec.units)
+        buffers = DevicePool((1,) * buffers_of(spec), spec.ffn_parts, spec.unit_rows, spec.hidden, kind, spec.units)
         staging = open_staging(staging, jax.local_devices()[0], probe_piece(store)).name
     planner = make_planner(prepared, layers.pool, frequency)
     costs = FIXED if deterministic or not store.arenas else probe_costs(layers, store, moves=moves)

@@ -49,6 +49,7 @@ class Moves:
         self.foretellers, self._units, count = foretellers, units, len(pool.slots)
         self.books = Books.empty(count)
         self._open: list[list[tuple[Ticket, str]]] = [[] for _ in range(count)]
+        self._passing: list[tuple[int, Ticket]] = []  # through buffers, in the last step
         self._guesses: dict[int, tuple[Routed, npt.NDArray[np.float64]]] = {}  # of a layer's next step, and its tokens
         self._brought: dict[int, list[int]] = {}  # prefetched for a layer's next step
         self._count: CountPredictor | None = None
@@ -60,9 +61,20 @@ class Moves:
         self.settle()
         self.books = Books.empty(len(self._open))
 
-    def fetch(self, m: int, units: I32, slots: I32) -> list[Ticket]:
-        """Bring in what this step needs, before anything else that moves."""
-        return [self._move(m, unit, slot, "fetched") for unit, slot in zip(units, slots, strict=True)]
+    def fetch(self, m: int, units: I32, slots: I32, buffers: DevicePool | None) -> list[tuple[Ticket, DevicePool]]:
+        """Bring in what this step needs, before anything else that moves: -> where to. Slot -1: into a buffer, which
+        nobody else uses during the step."""
+        tickets, passing = [], 0
+        for unit, slot in zip(units, slots, strict=True):
+            if slot >= 0:
+                tickets.append((self._move(m, unit, slot, "fetched"), self.pool))
+                continue
+            assert buffers is not None, "there is nothing to pass through"
+            ticket = Ticket(passing, int(unit), 0)
+            tickets.append((self.working.move(buffers, m, ticket, urgent=True), buffers))
+            self._passing.append((m, ticket))
+            passing += 1
+        return tickets
 
     def _move(self, m: int, unit: int, slot: int, why: str) -> Ticket:
         ticket = Ticket(m, int(unit), int(slot))
@@ -71,7 +83,11 @@ class Moves:
         return ticket
 
     def land(self, m: int) -> None:
-        """Tell the planner of the moves in a layer that are done."""
+        """Tell the planner of the moves in a layer that are done, and count them."""
+        for at, ticket in self._passing:
+            assert ticket.moved is not None, "whoever asked for it has waited"
+            self._arrived(at, ticket, "passed")
+        self._passing.clear()
         still = []
         for ticket, why in self._open[m]:
             if ticket.moved is None and self.wishes.always_waits:
@@ -82,11 +98,15 @@ class Moves:
             self.planner.applied(m, np.array([ticket.unit], np.int32), np.array([ticket.slot], np.int32))
             if why == "prefetched":
                 self._brought.setdefault(m, []).append(ticket.unit)
-            self.estimator.observe_move(ticket.moved.gather_s + ticket.moved.transfer_s)
-            counts: npt.NDArray[np.int64] = getattr(self.books, why)
-            counts[m] += 1
-            self.books.moved_bytes[m] += ticket.moved.nbytes
+            self._arrived(m, ticket, why)
         self._open[m] = still
+
+    def _arrived(self, m: int, ticket: Ticket, why: str) -> None:
+        assert ticket.moved is not None
+        self.estimator.observe_move(ticket.moved.gather_s + ticket.moved.transfer_s)
+        counts: npt.NDArray[np.int64] = getattr(self.books, why)
+        counts[m] += 1
+        self.books.moved_bytes[m] += ticket.moved.nbytes
 
     def foretell(self, m: int, h: jax.Array) -> Asked | None:
         """Ask where the tokens of h [B, D] go in a later layer; the answer is on its way to the host."""
@@ -126,7 +146,7 @@ class Moves:
         return (m + 1, self._count.predict(m + 1)) if self._count and m + 1 < len(self._open) else (m, None)
 
     def look_back(self, m: int, there: Routed, tokens: Tokens, bucket: I32) -> None:
-        """What came of what was foretold of this step, and of what was brought in for it. bucket: the pool's as it is."""
+        """What came of what was foretold of this step, and of what was brought in for it. bucket: the pool as it is."""
         books = self.books
         for ticket, why in self._open[m]:
             books.late[m] += why == "prefetched" and tokens[ticket.unit] > 0
@@ -163,7 +183,7 @@ class Moves:
 
     def forget(self) -> None:
         """After a failure: what was moving does not arrive."""
-        self.mover, self._open = None, [[] for _ in self._open]
+        self.mover, self._open, self._passing = None, [[] for _ in self._open], []
 
     @property
     def working(self) -> Mover:

@@ -56,7 +56,7 @@ def end_record_experts(parts: Parts) -> None:
     if isinstance(parts.runner, MixtureRunner):
         parts.runner.on_step = None
     if mixture is not None and isinstance(recorder.taken, RoutingRecord):
-        recorder.taken.costs = asdict(mixture.runner.estimator.costs())
+        recorder.taken.costs = asdict(mixture.runner.moves.estimator.costs())
 
 
 def _settings(parts: Parts, strategy: MixtureStrategy) -> dict[str, object]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from dynajax.engine.mixture.groups import Routed
-from dynajax.engine.mixture.layers import MixtureLayers, Side, seen_of
+from dynajax.engine.mixture.layers import MixtureLayers, Place, Side, seen_of
 from dynajax.engine.mixture.moves import I32, Bools, Moves, Tokens
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece, Rows
@@ -39,7 +40,7 @@ class MixtureRunner:
     """See the head of this file."""
 
     def __init__(self, layers: MixtureLayers, moves: Moves, buffers: DevicePool | None):
-        """buffers: two slots that a prompt's experts are streamed through; None: a prompt's stay where they are."""
+        """buffers: slots that experts pass through, for a step or for a prompt; None: they stay where they are."""
         self.layers, self.moves, self._buffers = layers, moves, buffers
         self.guard: Guard | None = None
         self.lanes: Lanes | None = None
@@ -106,18 +107,18 @@ class MixtureRunner:
         tokens, busy_s = there.counts(layers.spec.units), moves.busy_s()
         moves.land(m)
         costs, room = moves.estimator.costs(), None if moving else 0
-        plan = moves.planner.plan_step(m, tokens, costs, room=room, copy_busy_s=busy_s)
+        transit = 0 if self._buffers is None or not moving else len(self._buffers.slots)
+        plan = moves.planner.plan_step(m, tokens, costs, room=room, transit=transit, copy_busy_s=busy_s)
         bucket = layers.pool.bucket(m)
         moves.look_back(m, there, tokens, bucket)
-        tickets = moves.fetch(m, plan.units, plan.slots)
+        tickets = moves.fetch(m, plan.units, plan.slots, self._buffers)
         x = self._hot(m, x, h, plan.hot, there, tokens)
         hidden = np.asarray(h)[active]
         y, host_s = self._cold(m, hidden, there, plan.cold, tokens)
-        for ticket in tickets:
+        for ticket, pool in tickets:
             moves.working.wait(ticket)
-        if tickets:
-            moves.land(m)
-            x = layers.hot_rows(m, x, h, plan.units, there)
+            place = None if pool is layers.pool else (pool, ticket.layer)
+            x = layers.hot_rows(m, x, h, np.array([ticket.unit], np.int32), there, place)
         if layers.watch is not None:
             layers.watch(seen_of(layers.spec, m, hidden, there))
         self._account(m, plan, tokens, bucket, host_s)
@@ -167,21 +168,21 @@ class MixtureRunner:
         made = ASSIGN[planner.policy.assign](work, self.moves.estimator.costs())
         return Side(live[made.on_gpu & resident], live[~made.on_gpu], live[made.fetch])
 
-    def stream(self, m: int, experts: I32, use: Callable[[int, DevicePool, int], None]) -> None:
-        """See `PromptPlanner`: while one buffer is read the other is filled."""
-        assert self._buffers is not None
-        mover, tickets = self.moves.working, []
+    def stream(self, m: int, experts: I32, use: Callable[[int, Place], None]) -> None:
+        """See `PromptPlanner`: while one buffer is read the next are filled."""
+        buffers, mover, coming = self._buffers, self.moves.working, deque()
+        assert buffers is not None
         for index, expert in enumerate(experts):
-            if index >= len(self._buffers.slots):
-                self._use(tickets[index - 2], use)
-            tickets.append(mover.move(self._buffers, m, Ticket(index % 2, int(expert), 0)))
-        for ticket in tickets[-2:]:
-            self._use(ticket, use)
+            if len(coming) == len(buffers.slots):
+                self._use(coming.popleft(), use)
+            coming.append(mover.move(buffers, m, Ticket(index % len(buffers.slots), int(expert), 0)))
+        while coming:
+            self._use(coming.popleft(), use)
 
-    def _use(self, ticket: Ticket, use: Callable[[int, DevicePool, int], None]) -> None:
+    def _use(self, ticket: Ticket, use: Callable[[int, Place], None]) -> None:
         assert self._buffers is not None
         self.moves.working.wait(ticket)
-        use(ticket.unit, self._buffers, ticket.layer)
+        use(ticket.unit, (self._buffers, ticket.layer))
 
     # --- the books ---
 

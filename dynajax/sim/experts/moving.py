@@ -104,7 +104,7 @@ class Moves:
             if found is not None:
                 self.send(target, found.units, found.slots, "prefetched")
                 return
-        swaps = self._planner.background(layer, costs, costs.copy_s if left_s is None else left_s)
+        swaps = self._planner.background(layer, costs, max(costs.copy_s, left_s or 0.0))
         self._send_swaps(layer, swaps)
 
     def _send_swaps(self, layer: int, swaps: LayerSwaps) -> None:
