@@ -1,4 +1,4 @@
-"""Tokens of routed layers as rows of a `buffer.TokenBuffer`: half precision with one scale a vector, experts bitwise."""
+"""Tokens of routed layers as rows of a `buffer.TokenBuffer`: vectors in half precision, a bit an expert."""
 
 from __future__ import annotations
 

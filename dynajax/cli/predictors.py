@@ -1,4 +1,4 @@
-"""`train-predictors`: guesses of which neurons a token needs, learned while the model reads."""
+"""`train-predictors`: guesses of which neurons or experts a token needs, learned while the model reads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
     from dynajax.checkpoint import Checkpoint
+    from dynajax.predictor_training.experts import TrainedRouting
     from dynajax.predictor_training.texts import Text
     from dynajax.predictor_training.train import Recipe, Trained
 
 KINDS = ("auto", "gate", "mlp")
+DENSITY = 0.5
 RECIPE = ("lead", "kind", "density", "passes", "seed", "checkpoint_tokens")  # flags that are fields of Recipe
 
 
@@ -50,11 +52,13 @@ class RecipeFlags:
         Path | None, typer.Option(metavar="DIR", help="The predictor folder to write; else the model's in the cache.")
     ] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run for this --out.")] = False
-    lead: Annotated[int, typer.Option(metavar="K", help="Predict the same layer and up to K layers ahead.")] = 1
+    lead: Annotated[int, typer.Option(metavar="K", help="Predict up to K layers ahead; neurons of the same, too.")] = 1
     density: Annotated[
         float, typer.Option(metavar="D", help="Share of the neurons to predict where no activation is zero (SiLU).")
-    ] = 0.5
-    kind: Annotated[str, typer.Option(metavar="|".join(KINDS), help="Low-bit gates, MLPs, or the better.")] = "auto"
+    ] = DENSITY
+    kind: Annotated[
+        str, typer.Option(metavar="|".join(KINDS), help="Of neurons: low-bit gates, MLPs, or the better.")
+    ] = "auto"
     passes: Annotated[int, typer.Option(metavar="N", help="How often each token is used.")] = 4
     seed: Annotated[int, typer.Option(metavar="N", help="Of the samples and of the training.")] = 0
     buffer: Annotated[str, typer.Option(metavar="SIZE", help="Host memory for tokens, in which they are mixed.")] = (
@@ -78,6 +82,12 @@ class RecipeFlags:
             raise UsageError(f"--buffer must be a size such as 1GiB, got {self.buffer!r}")
         return count
 
+    def refuse_for_experts(self) -> None:
+        """UsageError: what only predictors of neurons have."""
+        given = {"--kind": self.kind != "auto", "--density": self.density != DENSITY}
+        for name in (name for name, is_given in given.items() if is_given):
+            raise UsageError(f"{name} is for neurons, and this model has experts: leave it out")
+
     def recipe(self) -> Recipe:
         """The same for the library, which loads jax."""
         from dynajax.predictor_training.train import Recipe
@@ -89,9 +99,9 @@ class RecipeFlags:
 def train_predictors(
     context: typer.Context, text: TextFlags, flags: RecipeFlags, engine: EngineFlags, output: OutputFlags
 ) -> None:
-    """Train predictors of a model's live neurons while it reads a text, and tell how good they are.
+    """Train predictors of a model's live neurons, or of where a mixture's tokens go, while it reads a text.
 
-    An interrupted run goes on with --resume and ends with the same predictors, bit for bit.
+    It tells how good they are. An interrupted run goes on with --resume and ends with the same predictors, bit for bit.
     """
     config = engine.config()
     device_env.configure(config.vram_budget)
@@ -100,29 +110,36 @@ def train_predictors(
     from dynajax.checkpoint import Checkpoint
     from dynajax.checkpoint.places import predictors_folder
     from dynajax.model_folder import model_folder
-    from dynajax.predictor_training.report import rows_of, table_of, write_report
+    from dynajax.predictor_training import expert_report, report
+    from dynajax.predictor_training.experts import TrainedRouting, train_experts
     from dynajax.predictor_training.runs import refuse_taken
     from dynajax.predictor_training.train import train
 
     recipe = flags.recipe()
-    with closing(progress()) as report:
-        step = watch(report, context.obj)
+    with closing(progress()) as shown:
+        step = watch(shown, context.obj)
         folder = model_folder(engine.model, offline=config.offline, progress=step)
         checkpoint = Checkpoint.open(folder)
+        if experts := checkpoint.spec.experts is not None:
+            flags.refuse_for_experts()
         out = flags.out or predictors_folder(checkpoint.fingerprint())
         refuse_taken(out)
-        read = text_of(text, checkpoint, config.ctx, recipe.seed)
-        found = train(engine.model, checkpoint, config, recipe, read, out, resume=flags.resume, progress=step)
+        read, run = text_of(text, checkpoint, config.ctx, recipe.seed), train_experts if experts else train
+        found = run(engine.model, checkpoint, config, recipe, read, out, resume=flags.resume, progress=step)
     if flags.resume and not found.resumed_at:
         note("there was nothing to go on with: the run began anew")
-    rows = rows_of(found.manifest)
-    record = told(found, recipe, rows) | {"model": engine.model, "out": str(out), "disk_bytes": disk_bytes(out)}
-    if not write_report(out, record):
+    if isinstance(found, TrainedRouting):
+        kind, rows = "experts", expert_report.rows_of(found.manifest)
+        table, draw = expert_report.table_of, expert_report.picture
+    else:
+        kind, rows, table, draw = recipe.kind, report.rows_of(found.manifest), report.table_of, report.picture
+    record = told(found, recipe, kind, rows) | {"model": engine.model, "out": str(out), "disk_bytes": disk_bytes(out)}
+    if not report.write_report(out, record, draw):
         note("no report.png, matplotlib is not installed: pip install dynajax[plot]")
     if output.json:
         write_json(record)
         return
-    write_out(table_of(rows) + "\n")
+    write_out(table(rows) + "\n")
     note(f"{record['tokens']} tokens in {found.seconds:.0f} s, written to {out} ({size(disk_bytes(out))})")
 
 
@@ -147,16 +164,17 @@ def text_of(text: TextFlags, checkpoint: Checkpoint, ctx: int | None, seed: int)
     return texts.Text(windows, f"{found} tokens of {text.text or text.ids}")
 
 
-def told(found: Trained, recipe: Recipe, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def told(found: Trained | TrainedRouting, recipe: Recipe, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of a run for --json and report.json, but for names and places."""
+    leads = sorted({row["lead"] for row in rows})
     return {
         "tokens": found.manifest.tokens,
         "resumed_at": found.resumed_at,
         "seconds": round(found.seconds, 1),
-        "kind": recipe.kind,
+        "kind": kind,
         "lead": recipe.lead,
         "wanted_density": found.density,
-        "bytes": {str(lead): sum(r["bytes"] for r in rows if r["lead"] == lead) for lead in range(recipe.lead + 1)},
+        "bytes": {str(lead): sum(r["bytes"] for r in rows if r["lead"] == lead) for lead in leads},
         "rows": rows,
     }
 

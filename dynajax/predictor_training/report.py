@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from predictors.folder import Manifest
 REPORT_NAME, PLOT_NAME = "report.json", "report.png"
 RECALLS, PRECISION = ("1.0", "1.3", "1.6", "2.0"), "1.6"  # in the table: so many times the live neurons predicted
 _REPORT_BYTES = 2**24
+
+Draw = Callable[[Any, list[dict[str, Any]]], Any]  # matplotlib's Figure, rows -> a figure
 
 
 def rows_of(manifest: Manifest) -> list[dict[str, Any]]:
@@ -47,8 +50,11 @@ def table_of(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def write_report(folder: Path, record: dict[str, Any]) -> bool:
-    """report.json and, if matplotlib is installed, report.png in the folder; -> whether there is a picture."""
+def write_report(folder: Path, record: dict[str, Any], draw: Draw | None = None) -> bool:
+    """report.json and, if matplotlib is installed, report.png in the folder; -> whether there is a picture.
+
+    draw: makes it of the record's rows; None: `picture`.
+    """
     with draft_file(folder / REPORT_NAME, _REPORT_BYTES) as file:
         file.write((json.dumps(record, indent=2, allow_nan=False) + "\n").encode())
     try:
@@ -56,7 +62,7 @@ def write_report(folder: Path, record: dict[str, Any]) -> bool:
     except ImportError:
         return False
     with draft_file(folder / PLOT_NAME, _REPORT_BYTES) as file:
-        picture(figures.Figure, record["rows"]).savefig(file, format="png", dpi=110)
+        (draw or picture)(figures.Figure, record["rows"]).savefig(file, format="png", dpi=110)
     return True
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import orbax.checkpoint as ocp
 
@@ -21,10 +21,21 @@ from dynajax.checkpoint.json_file import read_json
 from dynajax.checkpoint.wording import listing, located
 from dynajax.errors import ModelError, StorageError, UsageError
 from predictors.folder import storage_error
-from predictors.training import Trainer
 
 RECORD_NAME, STATES_NAME = "run.json", "states"
 _RECORD_BYTES = 2**20
+
+
+class Kept(Protocol):
+    """A trainer whose state a run keeps."""
+
+    tokens: int
+
+    def state(self) -> dict[str, Any]:
+        """NumPy arrays in dicts."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 def refuse_taken(out: Path) -> None:
@@ -83,7 +94,7 @@ class Run:
         with draft_file(path, _RECORD_BYTES) as file:
             file.write(json.dumps(record, indent=2).encode())
 
-    def restore(self, trainer: Trainer) -> None:
+    def restore(self, trainer: Kept) -> None:
         """Put the newest state into the trainer, if there is one."""
         manager = self._manager()
         step = manager.latest_step()
@@ -94,7 +105,7 @@ class Run:
         except Exception as error:  # whatever orbax's and tensorstore's parsers stumble over
             raise ModelError(f"{located(self.folder)} is damaged: remove it and train again") from error
 
-    def save(self, trainer: Trainer) -> None:
+    def save(self, trainer: Kept) -> None:
         """Keep the trainer's state; those before it go once it is there."""
         manager = self._manager()
         if manager.latest_step() == trainer.tokens:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from dynajax.engine.observing import Seen
 from dynajax.engine.planning import budget_limit
 from dynajax.engine.prediction import SILU_DENSITY
 from dynajax.errors import FitError, UsageError
-from dynajax.predictor_training.runs import Run
+from dynajax.predictor_training.runs import Kept, Run
 from dynajax.predictor_training.sources import device_bytes, forms_for, sources_of
 from dynajax.predictor_training.texts import Ids, Text, digest_of, seen_tokens
 from predictors.fitting import Settings
@@ -128,8 +128,17 @@ def train(
     return Trained(manifest=manifest, density=wanted.density, seconds=time.monotonic() - begun_s, resumed_at=resumed_at)
 
 
+class Fed(Kept, Protocol):
+    """A trainer that trains on what it keeps in a buffer."""
+
+    @property
+    def waiting(self) -> int: ...
+
+    def finish(self, on_left: Callable[[int], None]) -> None: ...
+
+
 def read(
-    engine: Engine, trainer: Trainer, windows: Sequence[Ids], run: Run, checkpoint_tokens: int, progress: Progress
+    engine: Engine, trainer: Kept, windows: Sequence[Ids], run: Run, checkpoint_tokens: int, progress: Progress
 ) -> None:
     """Every window that the trainer has not seen; its state is kept now and then, and where `progress` raises."""
     total, begin, saved = seen_tokens(windows), 0, trainer.tokens
@@ -149,7 +158,7 @@ def read(
     assert trainer.tokens == total, (trainer.tokens, total)
 
 
-def finish(trainer: Trainer, run: Run, progress: Progress) -> None:
+def finish(trainer: Fed, run: Run, progress: Progress) -> None:
     """Train on what the buffer still holds, which may be most of a short text."""
     total = trainer.waiting
 

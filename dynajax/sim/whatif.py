@@ -112,17 +112,23 @@ def sweep_of(config: PolicyConfig, text: str | None) -> list[Setting]:
 
     Example: "lam=0.3/1,lead=1/2" gives lam 0.3 with lead 1, lam 0.3 with lead 2, lam 1 with lead 1, ...
     """
-    values: dict[str, list[Any]] = {}
+    values = {name: [_typed(name, word) for word in words] for name, words in sweep_words(text).items()}
+    count = math.prod(map(len, values.values()))
+    if count > MOST_SETTINGS:
+        raise UsageError(f"--sweep must have at most {MOST_SETTINGS} combinations, got {count}")
+    return [_setting(config, dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
+
+
+def sweep_words(text: str | None) -> dict[str, list[str]]:
+    """The values that a sweep names, by constant; UsageError for what is no sweep."""
+    values: dict[str, list[str]] = {}
     for part in [] if text is None else text.split(","):
         name, equals, listed = (word.strip() for word in part.partition("="))
         words = [word.strip() for word in listed.split("/")]
         if not equals or not all(words) or name in values or len(set(words)) < len(words):
             raise UsageError(f"--sweep takes NAME=VALUE/VALUE/...,NAME=..., each name and value once, got {text!r}")
-        values[name] = [_typed(name, word) for word in words]
-    count = math.prod(map(len, values.values()))
-    if count > MOST_SETTINGS:
-        raise UsageError(f"--sweep must have at most {MOST_SETTINGS} combinations, got {count}")
-    return [_setting(config, dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
+        values[name] = words
+    return values
 
 
 def _typed(name: str, word: str) -> Any:

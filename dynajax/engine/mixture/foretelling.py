@@ -1,12 +1,12 @@
 """Where tokens will go in a later layer, asked of that layer's own router while this one runs.
 
-gate: the router reads this layer's input as if it were its own. residual: plus a constant vector, the mean of the
-difference of the two (DALI, arXiv 2602.03495: gate(h + r)). residual-mean: minus the mean of this layer's input, as the
-press summary of DALI words it. corrected: plus a vector and a low-rank map of h, trained with optax.
+What it reads instead of its own input: see `predictors.routing`. Trained corrections come from a predictor folder;
+without one the router reads this layer's input as it is, which is kind `gate`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,13 @@ import jax
 import numpy as np
 
 from dynajax.engine.mixture.layers import MixtureLayers
-from predictors.routing import Correction, load_corrections
+from dynajax.engine.prediction import find_folder
+from dynajax.errors import UsageError
+from predictors.routing import Correction, corrected, load_corrections
+
+log = logging.getLogger(__name__)
+
+_correct = jax.jit(corrected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,11 +34,22 @@ class Foretellers:
     kinds: Mapping[int, str]  # what each of them is
 
     @classmethod
-    def load(cls, layers: MixtureLayers, kind: str, lead: int, folder: Path | None) -> Foretellers:
-        """Those of a predictor folder; `gate` needs none."""
+    def load(
+        cls,
+        layers: MixtureLayers,
+        kind: str,
+        lead: int,
+        folder: Path,  # the model's
+        *,
+        predictor: str = "auto",  # as `EngineConfig.predictor`
+        fingerprint: str | None = None,
+        asked: bool = False,
+    ) -> Foretellers:
+        """Those of a kind; see `corrections_folder`. UsageError: the folder has none of this lead."""
         count, hidden = len(layers.spec.unit_layers), layers.spec.hidden
+        trained = corrections_folder(kind, folder, predictor, fingerprint, asked=asked)
         lead = max(1, lead)
-        found = load_corrections(folder, kind, lead, count, hidden)
+        found = load_corrections(trained, kind, lead, count, hidden, fingerprint)
         plain = Correction.none(hidden)
         arrays = {m: tuple(jax.device_put(array) for array in found.get(m, plain).arrays) for m in range(count - lead)}
         return cls(layers, lead, arrays, {m: found[m].kind if m in found else "gate" for m in arrays})
@@ -44,10 +61,38 @@ class Foretellers:
     def ids(self, m: int, h: jax.Array) -> jax.Array:
         """h [B, D], the input of layer m's experts -> experts of the target that its tokens may go to [B, K]."""
         shift, down, up = self.corrections[m]
+        if down.shape[0]:
+            h = _correct(h, shift, down, up)
+            shift, down, up = np.zeros(shift.shape, np.float32), down[:0], up[:, :0]
         layer = self.layers.spec.unit_layers[m + self.lead]
         program = self.layers.programs.get("foretell", down.shape[0])
         return program(self.layers.weights.routing[layer], h, shift, down, up)
 
     @property
     def nbytes(self) -> int:
-        return sum(np.asarray(array).nbytes for arrays in self.corrections.values() for array in arrays)
+        """On the device."""
+        return sum(array.nbytes for arrays in self.corrections.values() for array in arrays)
+
+
+def corrections_folder(kind: str, folder: Path, predictor: str, fingerprint: str | None, *, asked: bool) -> Path | None:
+    """The trained predictors that a kind of prefetch reads: --predictor PATH, those in the model's folder, or the
+    cache's; None for `gate`, and where there are none: then routers are asked early, and one log line says so.
+
+    UsageError: there are none, and the user asked for what cannot be had without (`asked`: --prefetch was given).
+    """
+    if predictor == "mlp":
+        raise UsageError(
+            "--predictor mlp is for neurons, and this model has experts: give auto, gate, none or a folder"
+        )
+    if kind == "gate":
+        return None
+    found = find_folder(predictor, folder, fingerprint)
+    if found is None and asked and kind != "corrected":
+        raise UsageError(
+            f"--prefetch {kind} needs trained predictors, and this model has none: run scripts/train_predictors.py, or "
+            "give --prefetch gate"
+        )
+    if found is None and predictor == "auto":
+        log.warning("no predictors were trained for this model: its routers are asked early instead, which finds less "
+                    "(scripts/train_predictors.py trains them)")  # fmt: skip
+    return found

@@ -13,22 +13,17 @@ from dynajax.engine.mixture.foretelling import Foretellers
 from dynajax.engine.mixture.layers import MixtureLayers
 from dynajax.engine.mixture.moves import Moves, Wishes
 from dynajax.engine.mixture.planning import buffers_of
-from dynajax.engine.mixture.probing import probe_costs
+from dynajax.engine.mixture.probing import START, probed
 from dynajax.engine.mixture.runner import MixtureRunner
 from dynajax.engine.mixture.strategy import MixtureStrategy, expert_config
 from dynajax.engine.planning import Prepared
 from dynajax.mover import Mover, Span
 from dynajax.policy.expert_costs import ExpertCostEstimator
 from dynajax.policy.experts.planner import ExpertPlanner
-from dynajax.policy.experts.records import ExpertCosts
 from dynajax.policy.guard import Guard
 from dynajax.pool import DevicePool
 from dynajax.staging import Staging, open_staging
 from dynajax.transfer import UnitTransfer, fill_units
-
-FIXED = ExpertCosts(  # of --deterministic: of a GPU on PCIe 4 and a desktop's memory, for an expert of 10 MB
-    t0_s=1e-5, t_trans_s=4e-4, gpu_s=2e-5, gpu_token_s=5e-7, cpu_s=2.5e-4, cpu_token_s=2e-5, t_sync_s=2e-5
-)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -120,8 +115,10 @@ def make_mixture(
         buffers = DevicePool((1,) * buffers_of(spec), spec.ffn_parts, spec.unit_rows, spec.hidden, kind, spec.units)
         staging = open_staging(staging, jax.local_devices()[0], probe_piece(store)).name
     planner = make_planner(prepared, layers.pool, frequency)
-    costs = FIXED if deterministic or not store.arenas else probe_costs(layers, store, moves=moves)
-    estimator = ExpertCostEstimator(costs, strategy.knobs.safety, fixed=deterministic)
+    if deterministic or not moves:
+        estimator = ExpertCostEstimator(START, strategy.knobs.safety, fixed=deterministic)
+    else:
+        estimator = probed(layers, store, strategy.knobs.safety, moves=moves)
     wishes = Wishes(moves=moves, always_waits=deterministic)
     foretold = foretellers(prepared, layers, moves=moves)
     desk = Moves(layers.pool, planner, estimator, wishes, foretold, spec.units)

@@ -112,6 +112,9 @@ class Moves:
         """Ask where the tokens of h [B, D] go in a later layer; the answer is on its way to the host."""
         if self.foretellers is None or (target := self.foretellers.target(m)) is None:
             return None
+        costs, rows = self.estimator.costs(), h.shape[0]
+        if costs.cpu(rows) <= costs.gpu(rows):
+            return None  # an expert here saves nothing
         ids = self.foretellers.ids(m, h)
         ids.copy_to_host_async()
         return target, ids

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +13,13 @@ import numpy.typing as npt
 from dynajax.config import ModelSpec
 from dynajax.errors import MismatchError, UsageError
 from dynajax.policy.experts.synthetic import Routing, draw_routing
-from dynajax.routing_trace import RoutingTrace, counted
+from dynajax.routing_trace import RoutingTrace, counted, read_routing
 from dynajax.trace import DECODE, PREFILL
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
+SHIPPED = Path(str(resources.files("dynajax") / "assets" / "activity"))  # NAME.npz
 LEAST_TOKENS = 8  # of a piece of a recorded sequence
 STATISTICS = 1024  # tokens that give the statistics of a drawn text, at least
 LEAST_STEPS = 32
@@ -94,6 +97,18 @@ def draw_mixture(
 
 
 # --- recorded ---
+
+
+def shipped_names() -> list[str]:
+    """The recordings that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.npz"))
+
+
+def shipped_routing(name: str) -> RoutingTrace:
+    """One of them; UsageError lists what there is."""
+    if name not in (names := shipped_names()):
+        raise UsageError(f"no routing trace {name!r} comes with this package, only {', '.join(names) or 'none'}")
+    return read_routing(SHIPPED / f"{name}.npz")
 
 
 def from_routing(trace: RoutingTrace, name: str, batch: int | None = None) -> MixtureActivity:
