@@ -33,6 +33,7 @@ LIMITS_S = {  # in the order in which they run: what the others rest on first, t
     "step": 120,
     "staging": 60,
     "plans": 240,
+    "experts": 300,
     "budget": 300,
 }
 DEVICE_FACTS = ("python", "jax", "platform", "device", "bytes_limit")

@@ -10,8 +10,9 @@ says which experts are most frequent, hence resident; what follows is measured.
 recall: of a token's experts, the share among as many foretold ones. busiest: of the steps in which an expert that is
 not resident is live, those in which the one foretold to have most tokens of these has most. value: decoding is replayed
 with one prefetch a layer-step at most, by the planner that drives the engine; of the time that perfect foresight of the
-same layers saves, the share that is saved. Times are modelled: host and device of benchmarks.expert_cache, and a link
-over which an expert takes 0.9 of the mean layer.
+same layers saves, the share that is saved (-: it saves less than 1 %). Times are modelled: host and device of
+benchmarks.expert_cache, and a link over which an expert takes 0.9 of the mean layer. A prefetch has one layer's time
+with every lead.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ from dynajax.policy.experts.replay import replay
 from dynajax.predictor_training.experts import routers_of, train_experts
 from dynajax.predictor_training.texts import Text, encode_texts, samples_of
 from dynajax.predictor_training.train import Recipe
-from predictors.routing import KINDS, Correction, load_corrections
+from predictors.routing import KINDS, Correction, choice_weights, load_corrections
 from predictors.routing_fitting import RoutingShape, chosen
 from predictors.routing_folder import read_routing_manifest
 
 ROOT = Path(__file__).parents[1]
-ALL = (*KINDS, "count", "random")
+GRADED = "corrected, graded"  # a token's first expert counts more than its last; else all count 1
+ALL = (GRADED, *KINDS, "count", "random")
+LEAST_GAIN = 0.01  # of the time, that perfect foresight must save for a share of it to mean anything
 STATISTICS = 5  # the first 1/5 of the windows
 SHARES = (0.25, 0.4)  # of the experts, resident
 LINK = 0.9  # of a layer's time, for one expert
@@ -129,14 +132,17 @@ def padded(part: npt.NDArray) -> npt.NDArray[np.float32]:
     return np.pad(part.astype(np.float32), ((0, PIECE - len(part)), (0, 0)))
 
 
-def grouped(ids: Ids, rows: int, experts: int) -> Iterator[Loads]:
-    """Tokens of every expert [T, M, E], of one group of `rows` windows after the other; -1 counts nowhere."""
+def grouped(ids: Ids, rows: int, experts: int, *, graded: bool = False) -> Iterator[Loads]:
+    """Tokens of every expert [T, M, E], of one group of `rows` windows after the other; -1 counts nowhere. graded: as
+    `predictors.routing.expected_tokens` counts them."""
+    places = ids.shape[-1]
+    weights = np.tile(choice_weights(places) if graded else np.ones(places), rows)
     for first in range(0, len(ids) - rows + 1, rows):
         group = ids[first : first + rows].transpose(1, 2, 0, 3)  # [T, M, rows, K]
         flat = group.reshape(*group.shape[:2], -1)
         loads = np.zeros((*flat.shape[:2], experts + 1))
-        places = np.indices(flat.shape)
-        np.add.at(loads, (places[0], places[1], flat), 1)
+        step, layer, _ = np.indices(flat.shape)
+        np.add.at(loads, (step, layer, flat), np.broadcast_to(weights, flat.shape))
         yield loads[..., :experts]
 
 
@@ -242,18 +248,18 @@ def measure(seen: Read, told: Mapping[tuple[str, int], Ids], args: argparse.Name
     for lead in args.leads:
         best_s = {name: case.replayed(case.perfect(lead))[0] for name, case in cases.items()}
         for kind in ALL:
-            ids = None if kind == "count" else told[kind, lead][first:]
+            ids = None if kind == "count" else told["corrected" if kind == GRADED else kind, lead][first:]
             row: dict[str, Any] = {"kind": kind, "lead": lead, "recall": thirds(recalls(now, ids, lead, experts))}
             for name, case in cases.items():
                 if ids is None:
                     expected = [counted(part, lead) for part in case.loads]
                 else:
-                    expected = list(grouped(ids, case.rows, experts))
+                    expected = list(grouped(ids, case.rows, experts, graded=kind == GRADED))
                 spent_s, useful = case.replayed(expected)
                 gain_s = none_s[name] - best_s[name]
                 row[name] = {
                     "busiest": thirds(case.busiest(expected, lead)),
-                    "value": (none_s[name] - spent_s) / gain_s if gain_s > 0 else None,
+                    "value": (none_s[name] - spent_s) / gain_s if gain_s > LEAST_GAIN * none_s[name] else None,
                     "useful": useful,
                     "perfect_saves": gain_s / none_s[name],
                     "link_over_layer": case.costs.copy_s / (none_s[name] + DENSE_S),
@@ -314,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             seconds = fit(args.model, checkpoint, args, trained)
         source = read_routing_manifest(trained).source
         seen = read(args.model, checkpoint, windows[: args.windows])
-        kinds = [(kind, lead) for kind in ALL if kind != "count" for lead in args.leads]
+        kinds = [(kind, lead) for kind in (*KINDS, "random") for lead in args.leads]
         told = {(kind, lead): foretold(seen, kind, lead, checkpoint, trained, args.seed) for kind, lead in kinds}
         rows = measure(seen, told, args, experts)
     text = table(rows, args.leads)

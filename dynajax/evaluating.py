@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dynajax.config import EngineConfig
 from dynajax.engine import Engine
-from dynajax.engine.checks import LiveCounts
 from dynajax.engine.masked import Masked, RandomScores
+from dynajax.engine.observing import Seen
 from dynajax.errors import UsageError
 
 Progress = Callable[[str, int, int], None]
@@ -30,7 +31,7 @@ class Row:
     tokens: int  # that have a loss: all but the first of every window
     loss_nats: float  # mean
     ppl: float
-    density: float  # neurons, or experts, computed / all
+    density: float  # neurons computed / all; of a mixture of experts always the experts that are chosen / all
     density_layers_ge_1: float | None
     computed_per_live: float | None  # layers >= 1: neurons computed / neurons that are live
     recall: float | None  # live neurons that were computed / live neurons
@@ -63,24 +64,38 @@ def evaluate(
     return rows
 
 
+class _Live:
+    """Live units and all units, by layer, of what an engine shows; layers come in order, those without units never."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[int, int]] = {}
+
+    def add(self, seen: Seen) -> None:
+        live, units = self._counts.get(seen.layer, (0, 0))
+        self._counts[seen.layer] = live + int(np.count_nonzero(seen.live)), units + seen.live.size
+
+    def shares(self) -> npt.NDArray[np.float64]:
+        """By layer."""
+        return np.array([live / units for live, units in self._counts.values()])
+
+
 def _row(engine: Engine, windows: Windows, on_percent: Callable[[int], None]) -> Row:
     told = engine.stats()
-    layers, units = len(told["pool_slots"]), told["units_per_layer"]
-    experts = told["unit_kind"] == "expert"
-    skips, dense = told["sparsity"] == "predicted", told["sparsity"] == "dense" or experts
-    passes, counter = 1 if dense else 3, LiveCounts(layers, units)
+    layers, units, experts = len(told["pool_slots"]), told["units_per_layer"], told["unit_kind"] == "expert"
+    skips, masked = told["sparsity"] == "predicted", told["sparsity"] != "dense" and not experts
+    counted = experts or (masked and not skips)
+    passes, seen = 3 if masked else 1, _Live()
     share = 100 / (passes * len(windows))
-    if experts or not (skips or dense):
-        engine.watch(lambda seen: counter.add(seen, seen.live))
+    if counted:
+        engine.watch(seen.add)
     loss, counts = _pass(engine, windows, None, lambda done: on_percent(int(done * share)), check=skips)
     read = engine.stats()["host_bytes_read"] - told["host_bytes_read"]
     engine.watch(None)
-    live, tokens = counter.take()
-    density = np.ones(layers) if live is None else live.sum(axis=1) / (tokens * units)
+    density = seen.shares() if counted else np.ones(layers)
     if counts is not None:
         density = counts.computed / (counts.tokens * units)
     random = none = None
-    if not dense:
+    if masked:
         at = len(windows)
         masks = [RandomScores(density, units), RandomScores(np.zeros(layers), units)]
         random, none = (

@@ -46,6 +46,25 @@ def check_output(name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int
         raise ValueError(f"{name} must be writeable, got a read-only array")
 
 
+def check_pairs(
+    pairs: tuple[int, int],  # rows of x, units
+    rows: int,  # of a unit
+    live: np.ndarray | None,
+    admit: np.ndarray | None,
+    values: np.ndarray | None,
+    weights: np.ndarray | None,
+) -> None:
+    """What `HostPool.ffn` is given for each row of x and unit."""
+    if live is not None:
+        check_output("live", live, np.dtype(np.uint8), pairs)
+    if admit is not None:
+        check_array("admit", admit, np.dtype(np.uint8), pairs)
+    if values is not None:
+        check_values(values, pairs, rows)
+    if weights is not None:
+        check_array("weights", weights, np.dtype(np.float32), pairs)
+
+
 def check_values(values: np.ndarray, shape: tuple[int, int], rows: int) -> None:
     """A unit has one value where each of its parts has one row."""
     if rows != 1:

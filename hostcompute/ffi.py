@@ -121,6 +121,8 @@ class HostTable:
         layers = []
         for arena, units in zip(held[1], held[2], strict=True):
             check_bundle(arena)
+            if arena.shape[2] > 1 and pool.dense != "own":
+                raise ValueError(f"pool must have dense 'own' to compute experts in programs, got {pool.dense!r}")
             check_array("units", units, np.dtype(np.int32), (None,))
             code = activation_code(activation, threshold, arena.shape[1])
             where = (pool.ffn_address, pool.handle, pool.arena_address(arena), units.ctypes.data, len(units))

@@ -18,17 +18,18 @@ from hostcompute.checks import (
     check_array,
     check_bundle,
     check_output,
+    check_pairs,
     check_threads,
-    check_values,
     outside_error,
 )
+from hostcompute.dense import Dense, DenseCall, dense_ffn, open_products
 from hostcompute.numpy_pool import NumpyPool
 
 ABI_VERSION = 6
 ISA_VARIABLE = "HOSTCOMPUTE_ISA"
 PACKAGE = Path(__file__).parent
 REMEDY = "run `python setup.py build_ext --inplace` in a checkout, or reinstall with a C++17 compiler"
-FLOAT32, INT32, UINT8 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8)
+FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
 UNKNOWN_ISA, MISSING_ISA, NO_MEMORY = 1, 2, -1
 
 log = logging.getLogger("hostcompute")
@@ -111,10 +112,15 @@ class HostPool:
 
     Calls from several Python threads come one after another. Equal calls with equal `threads` give equal
     bits. RuntimeError when the library is missing or when HOSTCOMPUTE_ISA asks for what this CPU lacks.
+
+    dense: what multiplies in calls with weights. blas is NumPy's OpenBLAS, onednn the library of that name: both
+    compute the zeros too, give the same answers up to rounding, and have as many threads. RuntimeError without it.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, dense: Dense = "own") -> None:
         check_threads(threads)
+        self._products = open_products(dense, threads)
+        self.dense = dense
         self._library = load_library()
         wanted = os.environ.get(ISA_VARIABLE, "")
         status = ctypes.c_int32()
@@ -162,32 +168,16 @@ class HostPool:
             out = np.empty(x.shape, np.float32)
         else:
             check_output("out", out, FLOAT32, x.shape)
-        if live is not None:
-            check_output("live", live, UINT8, (batch, count))
-        if admit is not None:
-            check_array("admit", admit, UINT8, (batch, count))
-        if weights is not None:
-            check_array("weights", weights, FLOAT32, (batch, count))
-        if values is not None:
-            check_values(values, (batch, count), known.arena.rows)
+        check_pairs((batch, count), known.arena.rows, live, admit, values, weights)
+        code = activation_code(activation, threshold, known.arena.parts)
+        handle = self._open_handle()
+        if weights is not None and self._products is not None:
+            marks = (weights, admit, out, live, values)
+            return dense_ffn(self._products, DenseCall(x, bundle, units, activation, threshold, *marks))
         totals = np.empty(batch + 1, np.int64)
-        status = self._library.hc_ffn(
-            self._open_handle(),
-            known.pointer,
-            _address(x),
-            batch,
-            _address(units),
-            count,
-            activation_code(activation, threshold, known.arena.parts),
-            threshold,
-            1 if skip_zeros else 0,
-            None if admit is None else _address(admit),
-            None if weights is None else _address(weights),
-            _address(out),
-            None if live is None else _address(live),
-            None if values is None else _address(values),
-            _address(totals),
-        )
+        places = [None if one is None else _address(one) for one in (admit, weights, out, live, values, totals)]
+        call = (handle, known.pointer, _address(x), batch, _address(units), count)
+        status = self._library.hc_ffn(*call, code, threshold, 1 if skip_zeros else 0, *places)
         if status:
             raise call_error(status, units, known.arena.units)
         return FfnResult(out, totals[:batch], int(totals[batch]))
@@ -228,6 +218,8 @@ class HostPool:
         """Ends the threads, after any call that is still running. Closing twice is allowed."""
         self._handle = None
         self._destroy()
+        if self._products is not None:
+            self._products.close()
 
     def __enter__(self) -> Self:
         return self
@@ -276,15 +268,18 @@ def call_error(status: int, units: npt.NDArray[np.int32], count: int) -> Excepti
     return outside_error(units, status - 1, count)
 
 
-def open_pool(threads: int) -> HostPool | NumpyPool:
-    """The native pool; the NumPy one, with one warning, if the library cannot be loaded."""
+def open_pool(threads: int, dense: Dense = "own") -> HostPool | NumpyPool:
+    """The native pool; the NumPy one, with one warning, if the library cannot be loaded.
+
+    dense: what multiplies experts, see `HostPool`. RuntimeError if it cannot be had.
+    """
     check_threads(threads)
     try:
         load_library()
     except RuntimeError as error:
         log.warning("computing in NumPy, many times slower (%s): %s", error, REMEDY)
-        return NumpyPool(threads)
-    return HostPool(threads)
+        return NumpyPool(threads, dense)
+    return HostPool(threads, dense)
 
 
 def default_threads() -> int:

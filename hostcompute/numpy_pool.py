@@ -12,13 +12,14 @@ from hostcompute.checks import (
     check_array,
     check_bundle,
     check_output,
+    check_pairs,
     check_threads,
-    check_values,
     outside_error,
 )
+from hostcompute.dense import Dense, DenseCall, dense_ffn, open_products
 from hostcompute.reference import activate, wanted_pairs
 
-FLOAT32, INT32, UINT8 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8)
+FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
 CHUNK_FLOATS = 1 << 22  # weights converted to float32 at a time
 
 
@@ -27,8 +28,10 @@ class NumpyPool:
 
     isa = "numpy"
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, dense: Dense = "own") -> None:
         check_threads(threads)
+        self._products = open_products(dense, threads)
+        self.dense = dense
         self.threads = threads
         self._closed = False
 
@@ -52,16 +55,15 @@ class NumpyPool:
         activation_code(activation, threshold, bundle.shape[1])
         check_array("x", x, FLOAT32, (None, bundle.shape[3]))
         pairs = (len(x), len(units))
+        check_pairs(pairs, bundle.shape[2], live, admit, values, weights)
         marks = np.empty(pairs, np.uint8) if live is None else live
-        check_output("live", marks, UINT8, pairs)
         y = np.empty_like(x) if out is None else out
         check_output("out", y, FLOAT32, x.shape)
-        for name, given, dtype in (("admit", admit, UINT8), ("weights", weights, FLOAT32)):
-            if given is not None:
-                check_array(name, given, dtype, pairs)
         if values is not None:
-            check_values(values, pairs, bundle.shape[2])
             values[...] = 0
+        if weights is not None and self._products is not None:
+            given = (weights, admit, y, marks, values)
+            return dense_ffn(self._products, DenseCall(x, bundle, units, activation, threshold, *given))
         skip_zeros = skip_zeros and (activation != "silu" or (admit is not None and weights is None))
         total, neurons, rows_read = np.zeros_like(x), np.zeros(len(x), np.int64), 0
         marks[...] = 0
@@ -88,6 +90,8 @@ class NumpyPool:
 
     def close(self) -> None:
         self._closed = True
+        if self._products is not None:
+            self._products.close()
 
     def __enter__(self) -> Self:
         return self

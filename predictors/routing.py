@@ -26,6 +26,7 @@ from predictors.routing_folder import RoutingManifest, read_routing
 
 F32 = npt.NDArray[np.float32]
 KINDS = ("corrected", "residual", "residual-mean", "gate")
+LAST = 0.7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +60,21 @@ def corrected(h: jax.Array, shift: jax.Array, down: jax.Array, up: jax.Array) ->
     if not down.shape[0]:
         return guess
     return guess + contract("TR,DR->TD", jax.nn.relu(contract("TD,RD->TR", h, down)), up)
+
+
+def choice_weights(places: int) -> npt.NDArray[np.float64]:
+    """What a token counts at each of the experts that it is expected to go to [K], best first: 1 at the first, LAST at
+    the last, for routers that are asked early err in their last choices."""
+    return np.linspace(1.0, LAST, places)
+
+
+def expected_tokens(ids: npt.NDArray[np.integer], experts: int) -> npt.NDArray[np.float64]:
+    """Tokens that every expert may expect [E], given those that each token's router may choose, ids [T, K], best first.
+
+    Whole counts would leave a single token without a busiest expert. Example: ids [[3, 1]] of 4 -> 0, 0.7, 0, 1.
+    """
+    weights = np.broadcast_to(choice_weights(ids.shape[1]), ids.shape)
+    return np.bincount(ids.ravel(), weights.ravel(), minlength=experts).astype(np.float64)
 
 
 def load_corrections(

@@ -17,6 +17,7 @@ from dynajax.config import Sparsity
 from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
+    from dynajax.config import ModelSpec
     from dynajax.evaluating import Row
 
 HEAD = ("sparsity", "tokens", "loss", "ppl", "density", "per live", "recall", "random mask", "no FFN", "host GB read")
@@ -37,7 +38,8 @@ def evaluate(
     """Measure a model's loss on a text, dense, exact and predicted (--sparsity takes several, with commas).
 
     Beside each stand the loss with a random mask of the same density and the loss without any FFN: a small gap
-    means nothing on a text for which the FFN does not matter.
+    means nothing on a text for which the FFN does not matter. The routing of a mixture of experts is never altered:
+    it has a loss, the share of its experts that a token goes to, and no row for predicted.
     """
     check_one_source(text, ids)
     wanted, flags = sparsities(engine)
@@ -54,14 +56,15 @@ def evaluate(
         spec = read_spec(folder)
         config = collecting.with_window(config, spec)
         windows = windows_from(text, ids, tokens, folder, spec, config.ctx or 1)
-        names = [name for name in wanted if name != "exact" or spec.activation.has_zeros or len(wanted) == 1]
+        without = left_out(wanted, spec, chosen=engine.sparsity != "auto")
+        names = [name for name in wanted if name not in without]
         rows = evaluating.evaluate(engine.model, folder, config, names, windows, step)
     if output.json:
         write_json({"rows": [row.to_json() for row in rows]})
         return
     write_out(table_of(rows) + "\n")
-    if len(names) < len(wanted):
-        note(f"exact is left out: {spec.activation.kind} has no zeros to skip")
+    for name, why in without.items():
+        note(f"{name} is left out: {why}")
 
 
 def sparsities(engine: EngineFlags) -> tuple[list[str], EngineFlags]:
@@ -73,6 +76,21 @@ def sparsities(engine: EngineFlags) -> tuple[list[str], EngineFlags]:
     if wrong := [name for name in names if name not in known]:
         raise UsageError(f"--sparsity must name some of {', '.join(known)}, got {wrong[0]!r}")
     return list(dict.fromkeys(names)), replace(engine, sparsity=names[0])
+
+
+def left_out(wanted: list[str], spec: ModelSpec, *, chosen: bool) -> dict[str, str]:
+    """Those of several sparsities that mean nothing for this model, and why. UsageError if `predicted` was chosen for
+    experts."""
+    found = {}
+    if "exact" in wanted and len(wanted) > 1 and not spec.activation.has_zeros:
+        found["exact"] = f"{spec.activation.kind} has no zeros to skip"
+    if "predicted" in wanted and spec.experts is not None:
+        if chosen:
+            raise UsageError(
+                "--sparsity predicted skips neurons, and the routing of experts is never altered: leave it out"
+            )
+        found["predicted"] = "the routing of experts is never altered"
+    return found
 
 
 def table_of(rows: list[Row]) -> str:

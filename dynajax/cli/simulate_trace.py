@@ -98,9 +98,10 @@ def policies_of(text: str) -> list[NeuronPolicy]:
     return [policy for name in names for policy in known if policy == name]
 
 
-def config_of(engine: EngineFlags) -> EngineConfig:
-    """The flags, checked; UsageError for those that change nothing that is simulated."""
-    if wrong := [f.name for f in fields(engine) if f.name in UNUSED and getattr(engine, f.name) != f.default]:
+def config_of(engine: EngineFlags, allowed: Sequence[str] = ()) -> EngineConfig:
+    """The flags, checked; UsageError for those that change nothing that is simulated. allowed: of them, what does."""
+    unused = [name for name in UNUSED if name not in allowed]
+    if wrong := [f.name for f in fields(engine) if f.name in unused and getattr(engine, f.name) != f.default]:
         names = ", ".join("--" + name.replace("_", "-") for name in wrong)
         raise UsageError(f"{names} changes nothing that is simulated: leave it out")
     if wrong := [word for word in engine.set or () if _name(word) in UNSIMULATED]:

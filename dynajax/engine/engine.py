@@ -185,12 +185,13 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """What the engine is and holds: names, how it runs, memory, pool slots by layer, programs compiled."""
         parts = self._open_parts()
+        planned = parts.plans or parts.mixture
         return {
             "model": parts.prepared.model,
             "sparsity": parts.prepared.strategy.sparsity,
             "policy": parts.policy,
             "predictor": parts.prepared.prediction.kind,
-            "staging": None if parts.plans is None else parts.plans.staging,
+            "staging": None if planned is None else planned.staging,
             "host_mode": parts.prepared.host_mode,
             "memory": parts.memory_figures(),
             "host_bytes_read": parts.cold.counters.bytes_read,

@@ -65,7 +65,7 @@ class Run:
     host_mode: str
     skipped: str | None = None  # why it was not run
     allowed: float | None = None  # the largest hidden or logits error of a run that passes
-    hidden_error: float | None = None  # of the FFN's inputs, the largest of all layers; position: see `jumps`
+    hidden_error: float | None = None  # of what units read, the largest of all layers; position: see `jumps`
     cosine: float | None = None  # of the same, the smallest of all layers and positions
     logits_error: float | None = None
     same_tokens: float | None = None  # share of positions with the same most likely token
@@ -217,11 +217,12 @@ def _prepared(way: Run, case: _Case, on_step: Progress) -> tuple[Prepared, Engin
         stats="none",
     )
     prepared = prepare(case.settings.model, config, folder=case.model.folder, progress=on_step)
-    spec, fitting = prepared.spec, prepared.placement.resident
-    half = Placement((np.arange(0, spec.ffn, 2, dtype=np.int32),) * spec.layers, spec.ffn)
-    needed = {"host": 0, "half": half.resident, "device": spec.layers * spec.ffn}[way.placement]
+    spec, fitting, layers = prepared.spec, prepared.placement.resident, len(prepared.placement.buckets)
+    half = Placement((np.arange(0, spec.units, 2, dtype=np.int32),) * layers, spec.units)
+    needed = {"host": 0, "half": half.resident, "device": layers * spec.units}[way.placement]
     if fitting < needed or (way.host_mode == "resident") != (prepared.host_mode == "resident"):
-        held = f"holds {fitting} neurons beside the rest, and this takes {needed} at once"
+        what = "neurons" if spec.experts is None else "experts"
+        held = f"holds {fitting} {what} beside the rest, and this takes {needed} at once"
         raise FitError(f"a budget of {prepared.memory.budget_bytes} bytes {held}: raise --vram-budget")
     return (replace(prepared, placement=half) if way.placement == "half" else prepared), config
 
@@ -233,9 +234,10 @@ def _compare(way: Run, parts: Parts, case: _Case) -> Run:
     if way.dtype == "float16" and not tensors and not np.isfinite(got.logits).all():
         raise NumericalError("a number on the way is beyond float16's 65504: use bfloat16 or float32")
     allowed = allowed_error(way.dtype, way.host_dtype, case.model, case.reference, case.settings.tolerance)
-    middle, hidden = jumps(case.model.spec, allowed), case.wanted.hidden
-    errors = hidden_errors(got.hidden, hidden, middle=middle) if got.hidden else []
-    off = [layer for layer, error in enumerate(errors) if error > allowed]
+    middle, layers = jumps(case.model.spec, allowed), sorted(got.hidden)
+    hidden = [got.hidden[layer] for layer in layers], [case.wanted.hidden[layer] for layer in layers]
+    errors = hidden_errors(*hidden, middle=middle)
+    off = [layer for layer, error in zip(layers, errors, strict=True) if error > allowed]
     off += [difference.layer for difference in tensors if difference.layer is not None]
     truth = case.wanted.logits[-len(got.logits) :]
     error = logits_error(got.logits, truth, middle=middle)
@@ -243,7 +245,7 @@ def _compare(way: Run, parts: Parts, case: _Case) -> Run:
         way,
         allowed=allowed,
         hidden_error=max(errors, default=None),
-        cosine=min(cosines(got.hidden, hidden)) if got.hidden else None,
+        cosine=min(cosines(*hidden), default=None),
         logits_error=error,
         same_tokens=float((got.logits.argmax(axis=1) == truth.argmax(axis=1)).mean()),
         first_layer=min(off, default=None),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.checkpoint import Checkpoint
-from dynajax.checkpoint.mapping import unit_parts
+from dynajax.checkpoint.mapping import is_unit_part
 from dynajax.checkpoint.reading import QUANTISED
 from dynajax.checkpoint.spec import read_config
 from dynajax.config import ModelSpec
@@ -52,9 +52,11 @@ def stored_types(checkpoint: Checkpoint) -> set[str]:
 
 def host_types(checkpoint: Checkpoint) -> set[str]:
     """The same of the tensors that lie in host memory: units, and the tables of an untied embedding."""
-    parts = {part for unit in unit_parts(checkpoint.spec) for part in (unit, f"{unit}_bias")} - {"down_bias"}
-    parts |= set() if checkpoint.spec.tied else {"embed", "positions"}
-    return {stored.dtype for (part, _), stored in checkpoint.tensors.items() if part in parts}
+    spec = checkpoint.spec
+    tables = () if spec.tied else ("embed", "positions")
+    return {
+        stored.dtype for (part, _), stored in checkpoint.tensors.items() if is_unit_part(part, spec) or part in tables
+    }
 
 
 def allowed_error(
@@ -75,12 +77,14 @@ def allowed_error(
 
 
 def jumps(spec: ModelSpec, allowed: float) -> bool:
-    """Whether a rounded value may fall on the other side of a threshold, where the activation jumps.
+    """Whether a rounded value may fall on the other side of a threshold, where the activation jumps, or choose another
+    expert than the exact one.
 
-    A neuron then has, or lacks, a threshold's worth, and a position may be far off in one model of many correct ones:
-    the middle position is judged instead of the worst. Without 16-bit types that is next to impossible.
+    A neuron then has, or lacks, a threshold's worth, or a token goes elsewhere, and a position may be far off in one
+    model of many correct ones: the middle position is judged instead of the worst. Without 16-bit types that is next to
+    impossible.
     """
-    return spec.activation.threshold > 0 and allowed > TOLERANCES["float32"]
+    return (spec.activation.threshold > 0 or spec.experts is not None) and allowed > TOLERANCES["float32"]
 
 
 def hidden_errors(got: Sequence[npt.NDArray], wanted: Sequence[npt.NDArray], *, middle: bool) -> list[float]:

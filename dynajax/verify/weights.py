@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dynajax.checkpoint import Checkpoint
+from dynajax.checkpoint.mapping import expert_part
 from dynajax.checkpoint.reading import QUANTISED, numpy_dtype
+from dynajax.checkpoint.shards import Stored
 from dynajax.engine.opening import Parts
 from dynajax.engine.probe import Held, held_weights
 from dynajax.verify.files import read_tensor
@@ -38,7 +40,7 @@ def differences(parts: Parts, model: Checkpoint, reference: Checkpoint, toleranc
     """What is off among the weights of an engine of `model`, layer by layer; see `differing`."""
     found = []
     for held, wanted in _pairs(parts, reference):
-        mine, theirs = model.tensors[held.part, held.layer], reference.tensors[held.part, held.layer]
+        mine, theirs = stored_of(model, held), stored_of(reference, held)
         relative, absolute = slack(mine.dtype, theirs.dtype, held.rounded)
         limit = tolerance
         if limit is None and model is not reference and {mine.dtype, theirs.dtype} & set(QUANTISED):
@@ -56,11 +58,26 @@ def _pairs(parts: Parts, reference: Checkpoint) -> Iterator[tuple[Held, npt.NDAr
     """What the engine holds and what the file says of it, in the same order; each tensor is read once."""
     key, tensor = None, np.empty(0, np.float32)
     for held in held_weights(parts):
-        if key != (held.part, held.layer):
-            key = held.part, held.layer
-            tensor = read_tensor(reference.tensors[key])
-        wanted = tensor.T if held.part == "down" else tensor[held.first :]
+        if key != (held.part, held.layer, held.expert):
+            key = held.part, held.layer, held.expert
+            tensor = read_tensor(stored_of(reference, held))
+        wanted = tensor.T if held.turned else tensor[held.first :]
         yield held, wanted if held.units is None else wanted[held.units]
+
+
+def stored_of(checkpoint: Checkpoint, held: Held) -> Stored:
+    """Where the file has it; of an expert its own tensor, or its piece of a layer's, which is named by its number."""
+    if held.expert is None:
+        return checkpoint.tensors[held.part, held.layer]
+    alone = checkpoint.tensors.get((expert_part(held.part, held.expert), held.layer))
+    if alone is not None:
+        return alone
+    shape = checkpoint.spec.unit_rows, checkpoint.spec.hidden
+    if held.part == "down":
+        return checkpoint.tensors["experts_down", held.layer].piece(held.expert, shape[::-1])
+    both = checkpoint.tensors["experts_gate_up", held.layer]
+    piece = both.piece(2 * held.expert + (held.part == "up"), shape)
+    return replace(piece, name=f"{both.name}[{held.expert}].{held.part}")
 
 
 def slack(mine: str, theirs: str, rounded: str) -> tuple[float, float]:

@@ -212,3 +212,10 @@ def test_plans_run_every_policy_and_move_nothing_in_vain():
     assert cases["static", "exact"]["migrated"] == 0
     assert all(0 < case["hot_share"] < 1 for case in cases.values())
     assert len(cases["dynamic", "predicted"]["layers"]) == figures["layers"]
+
+
+def test_experts_give_the_same_tokens_whatever_moves():
+    figures = stage("experts")
+    assert [case["wanted"] for case in figures["cases"]] == ["static", "auto", "scan", "lru"]
+    assert all(case["agrees"] for case in figures["cases"])
+    assert figures["cases"][-1]["migrated"] > 0

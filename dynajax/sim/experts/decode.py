@@ -190,7 +190,7 @@ class MixtureSimulation:
         if done.cold is not None:
             yield done.cold
         if not order.pipelined:
-            yield from self._fetched_together(done, moves)
+            yield from self._fetched(done, moves)
         yield done.dispatched
         self.moves.land(m)
         self._account(done)
@@ -206,7 +206,8 @@ class MixtureSimulation:
         self.moves.look_back(m, step, tokens, resident)
         busy_s = self.moves.unfinished * costs.copy_s
         room = None if self.moves.allowed else 0
-        transit = len(tokens) if self.system.transit and self.moves.allowed else 0
+        transit = len(tokens) if self.system.transit is None else self.system.transit
+        transit = transit if self.moves.allowed else 0
         plan = planner.plan_step(m, tokens, costs, room=room, transit=transit, copy_busy_s=busy_s)
         if self.on_plan is not None:
             self.on_plan(m, plan)
@@ -218,13 +219,6 @@ class MixtureSimulation:
         for move in moves:
             yield move.work
             self.lanes.experts("fetched", done.tokens[[move.unit]])
-        self.lanes.simulation.tell(done.dispatched)
-
-    def _fetched_together(self, done: _Step, moves: Sequence[Move]) -> Process:
-        for move in moves:
-            yield move.work
-        if moves:
-            self.lanes.experts("fetched", done.tokens[done.plan.units])
         self.lanes.simulation.tell(done.dispatched)
 
     def _ahead_early(self, done: _Step, moves: Sequence[Move]) -> Process:

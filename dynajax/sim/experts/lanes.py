@@ -9,7 +9,7 @@ from dynajax.policy.experts.records import Ints
 from dynajax.sim.events import Simulation, Work
 from dynajax.sim.experts.shapes import MixtureLoad
 from dynajax.sim.experts.sides import Sides
-from dynajax.sim.hardware import PROGRAMS, Hardware
+from dynajax.sim.hardware import PROGRAMS, Hardware, Program
 
 
 @dataclass(slots=True, eq=False)
@@ -20,12 +20,18 @@ class Lanes:
     hardware: Hardware
     sides: Sides
     simulation: Simulation = field(init=False)
-    _rate: float = field(init=False)
+    launch_s: float = field(init=False)  # of a program that computes experts
+    _programs: Mapping[str, Program] = field(init=False)
+    _asks: Mapping[str, float] = field(init=False)  # of a transfer
 
     def __post_init__(self) -> None:
-        capacity = {"memory": self.hardware.host_bps, "cores": float(self.hardware.cores)}
-        self.simulation = Simulation(capacity)
-        self._rate = self.hardware.host_rate(self.load.host_dtype)
+        hardware = self.hardware
+        self.simulation = Simulation({"memory": hardware.host_bps, "cores": float(hardware.cores)})
+        self._programs = {kind: hardware.program(kind) for kind in PROGRAMS}
+        self.launch_s = self._programs["hot"].fixed_s
+        self._asks = {"memory": hardware.link_bps * (2 if hardware.shared else 1)}
+        if hardware.shared and hardware.link_bps > hardware.host_bps:  # nothing is copied
+            self._asks = {}
 
     def python(self, seconds: float) -> Work:
         """Of the main thread."""
@@ -33,7 +39,7 @@ class Lanes:
 
     def program(self, kind: str, size: float, flops: float) -> Work:
         """A program on the device that reads `size` bytes, and computes: the longer of the two, and its launch."""
-        program = self.hardware.program(kind if kind in PROGRAMS else "hot")
+        program = self._programs[kind if kind in self._programs else "hot"]
         fixed = min(program.fixed_s, program.at(size))
         return self._device(kind, fixed, max(program.at(size) - fixed, flops / self.hardware.device_flops), size)
 
@@ -41,11 +47,6 @@ class Lanes:
         """A program on the device that computes experts with so many tokens [n]."""
         busy = float(self.sides.device_s(tokens).sum())
         return self._device(kind, self.launch_s, busy, len(tokens) * self.load.unit)
-
-    @property
-    def launch_s(self) -> float:
-        """Of a program that computes experts."""
-        return self.hardware.program("hot").fixed_s
 
     def cold(self, tokens: Ints) -> Work:
         """The host computes experts with so many tokens [n]."""
@@ -56,11 +57,8 @@ class Lanes:
 
     def transfer(self) -> Work:
         """An expert comes to the device."""
-        hardware = self.hardware
-        asks: Mapping[str, float] = {"memory": hardware.link_bps * (2 if hardware.shared else 1)}
-        if hardware.shared and hardware.link_bps > hardware.host_bps:  # nothing is copied
-            asks = {}
-        return self.simulation.give("link", "transfer", self.sides.copy_fixed_s, self.sides.copy_busy_s, asks)
+        sides = self.sides
+        return self.simulation.give("link", "transfer", sides.copy_fixed_s, sides.copy_busy_s, self._asks)
 
     def hand_over(self) -> Work:
         """A layer's ids come to the host."""

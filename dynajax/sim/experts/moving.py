@@ -68,14 +68,15 @@ class Moves:
         return moves
 
     def land(self, layer: int) -> None:
-        """Tell the planner of the moves in a layer that are done."""
+        """Tell the planner of the moves in a layer that are done, and the estimator how long the last one took."""
         done = [move for move in self._open[layer] if move.work.happened]
+        if done:
+            self._estimator.observe_move(done[-1].work.seconds)
         for move in done:
             self._open[layer].remove(move)
             unit, slot = np.array([move.unit], np.int32), np.array([move.slot], np.int32)
             if move.slot >= 0:
                 self._planner.applied(layer, unit, slot)
-            self._estimator.observe_move(move.work.seconds)
             if move.why == "prefetched":
                 self._brought[layer].append(move.unit)
 

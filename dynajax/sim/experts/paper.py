@@ -45,7 +45,7 @@ def mixture_cells_of(model: str) -> list[Cell]:
     found: list[Cell] = []
     for batch in sorted({1, *published.PREFILL_BATCHES, *published.DECODE_BATCHES}):
         job = job_of(model, batch)
-        figures = outcomes(job, tuple(RIVALS))
+        figures = outcomes(job, (*RIVALS, "ours-engine"))
         found += list(_speeds(job, figures))
         found += list(_over(job, figures))
         if batch == published.ROW_TOK_S_BATCH:

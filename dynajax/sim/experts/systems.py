@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
-from dynajax.config import PolicyConfig
+from dynajax.config import ModelSpec, PolicyConfig
 from dynajax.policy.experts.config import ExpertConfig
 from dynajax.policy.experts.presets import PRESETS, ExpertPolicy
 
@@ -35,7 +35,7 @@ class MixtureSystem:
     config: ExpertConfig = field(default_factory=ExpertConfig)
     order: Order = field(default_factory=Order)
     lead: int = 1  # layers between a prediction and its use
-    transit: bool = True  # what is fetched and not kept passes through buffers, without a slot
+    transit: int | None = None  # fetched experts of a step that may pass through buffers; None: as many as there are
     offload_from: int | None = None  # tokens of a step from which all that is absent is streamed; None: never
 
     @property
@@ -50,9 +50,10 @@ def expert_constants(knobs: PolicyConfig) -> ExpertConfig:
     return ExpertConfig(decay=knobs.expert_decay, **{name: getattr(knobs, name) for name in named})
 
 
-def as_engine(system: MixtureSystem) -> MixtureSystem:
-    """The same as the engine carries it out today."""
-    return replace(system, order=ENGINE_ORDER, transit=False)
+def as_engine(system: MixtureSystem, spec: ModelSpec) -> MixtureSystem:
+    """The same as the engine carries it out today; buffers: those of engine/mixture/planning.py."""
+    buffers = max(2, min(8, len(spec.unit_layers) * spec.units // 100))
+    return replace(system, order=ENGINE_ORDER, transit=buffers)
 
 
 _ALWAYS = replace(ExpertConfig(), prefetch_price=0.0)  # of systems that are not said to ask whether a prefetch pays
@@ -71,6 +72,5 @@ RIVALS: Mapping[str, MixtureSystem] = MappingProxyType(
         "freetoken": MixtureSystem(policy=PRESETS["bandwidth-split"]),
         "dali": MixtureSystem(policy=PRESETS["dali"], config=_ALWAYS),
         "ours": MixtureSystem(policy=PRESETS["auto"]),
-        "ours-engine": as_engine(MixtureSystem(policy=PRESETS["auto"])),
     }
 )

@@ -158,7 +158,7 @@ def _run(
     weights, activity = setup.weights, setup.activity
     system = MixtureSystem(policy=policy, config=expert_constants(setting.config), lead=max(1, setting.config.lead))
     if setup.engine:
-        system = as_engine(system)
+        system = as_engine(system, weights.spec)
     placement = place_experts(policy.placement, activity.frequency, int(weights.unit), setup.pool_bytes)
     load = weights.mixture_load()
     tally = simulate(load, setup.hardware, system, activity, placement, recall=setting.recall)
