@@ -1,4 +1,6 @@
-"""Activation statistics from any text: how often each neuron is live, what it contributes, how alike the layers are."""
+"""Activation statistics from any text: how often each neuron is live, what it contributes, how alike the layers are; of
+a mixture of experts how many tokens each expert serves.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig, ModelSpec
 from dynajax.engine import Engine
 from dynajax.engine.checks import Wanted
+from dynajax.engine.observing import Seen
 from dynajax.engine.prediction import SILU_DENSITY
 from dynajax.errors import StorageError, UsageError
 from dynajax.text import load_tokenizer
@@ -28,12 +31,20 @@ CHUNK = 1024  # neurons whose contributions are computed at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """What was found over `tokens` tokens of L layers with F neurons."""
+    """What was found over `tokens` tokens of L layers with F neurons, or with E experts in M of them."""
 
-    frequency: Floats  # [L, F] share of the tokens for which the neuron was live, see `engine.checks.Wanted`
-    mass: Floats  # [L, F] mean of |activation| x |down row|, over a sample of the tokens
-    cosine: Floats  # [L, 3] mean cosine of a layer's FFN input with that 1, 2, 3 layers on; NaN beyond the last
+    frequency: Floats  # [L, F] share of the tokens for which the neuron was live, see `engine.checks.Wanted`; or [M, E]
     tokens: int
+    mass: Floats | None = None  # [L, F] mean of |activation| x |down row|, over a sample of the tokens; neurons only
+    cosine: Floats | None = None  # [L, 3] mean cosine of a layer's FFN input with that 1, 2, 3 layers on; the same
+
+    @property
+    def top_quarter(self) -> list[float]:
+        """By layer the share of everything live that the most frequent quarter of its units has: what of it a pool of
+        that size finds at best if nothing moves."""
+        frequency = np.sort(self.frequency.astype(np.float64), axis=1)[:, ::-1]
+        quarter = frequency[:, : -(-frequency.shape[1] // 4)].sum(axis=1)
+        return (quarter / np.maximum(frequency.sum(axis=1), 1e-30)).tolist()
 
 
 def wanted_of(checkpoint: Checkpoint, density: float) -> Wanted:
@@ -87,8 +98,7 @@ class Counter:
 
     def result(self, checkpoint: Checkpoint) -> Collected:
         """The figures; reads every layer's weights once. UsageError if nothing was shown."""
-        if not self.tokens:
-            raise UsageError("there is no text to collect from: give more of it")
+        _refuse_nothing(self.tokens)
         spec, kept = self._spec, min(self.tokens, self.sample.shape[1])
         units = np.empty((spec.ffn, spec.ffn_parts, 1, spec.unit_width), np.float32)
         mass = np.empty((spec.layers, spec.ffn), np.float32)
@@ -98,7 +108,32 @@ class Counter:
         cosine = (self.cosine / self.tokens).astype(np.float32)
         for index, lead in enumerate(LEADS):
             cosine[max(0, spec.layers - lead) :, index] = np.nan
-        return Collected((self.live / self.tokens).astype(np.float32), mass, cosine, self.tokens)
+        return Collected((self.live / self.tokens).astype(np.float32), self.tokens, mass, cosine)
+
+
+class ExpertCounter:
+    """The same for experts: counts the tokens that go to each."""
+
+    def __init__(self, spec: ModelSpec):
+        self._numbers = {layer: number for number, layer in enumerate(spec.unit_layers)}
+        self.live = np.zeros((len(spec.unit_layers), spec.units), np.int64)
+        self.tokens = 0
+
+    def tell(self, seen: Seen) -> None:
+        """See `Engine.watch`; told of the layers that have experts, in their order."""
+        number = self._numbers[seen.layer]
+        self.live[number] += seen.live.sum(axis=0)
+        self.tokens += len(seen.live) if number == 0 else 0
+
+    def result(self, checkpoint: Checkpoint) -> Collected:
+        """The figures; the weights tell nothing more. UsageError if nothing was shown."""
+        _refuse_nothing(self.tokens)
+        return Collected((self.live / self.tokens).astype(np.float32), self.tokens)
+
+
+def _refuse_nothing(tokens: int) -> None:
+    if not tokens:
+        raise UsageError("there is no text to collect from: give more of it")
 
 
 def contributions(spec: ModelSpec, hidden: Floats, units: Floats) -> Floats:
@@ -128,17 +163,24 @@ def collect(
 ) -> tuple[Checkpoint, Collected]:
     """Run the model over the windows, offloaded as `config` says, and count. The last token of a window is not seen."""
     checkpoint = Checkpoint.open(folder)
-    counter, wanted = Counter(checkpoint.spec), wanted_of(checkpoint, density)
+    counter, tell, values = _counting(checkpoint, density)
     longest = max((len(window) for window in windows), default=1)
     settings: dict[str, Any] = asdict(replace(undisturbed(config), ctx=longest))
     with Engine.from_pretrained(model, folder=folder, progress=but_prefill(progress), **settings) as engine:
-        engine.watch(
-            lambda seen: counter.tell(seen.layer, seen.hidden, wanted(seen)), values=wanted.density is not None
-        )
+        engine.watch(tell, values=values)
         for done, window in enumerate(windows, start=1):
             engine.generate(list(window), max_new_tokens=0)
             progress("collect", done, len(windows))
     return checkpoint, counter.result(checkpoint)
+
+
+def _counting(checkpoint: Checkpoint, density: float) -> tuple[Counter | ExpertCounter, Callable[[Seen], None], bool]:
+    """What counts, what it is told by, and whether it asks for values."""
+    if checkpoint.spec.experts is not None:
+        experts = ExpertCounter(checkpoint.spec)
+        return experts, experts.tell, False
+    neurons, wanted = Counter(checkpoint.spec), wanted_of(checkpoint, density)
+    return neurons, lambda seen: neurons.tell(seen.layer, seen.hidden, wanted(seen)), wanted.density is not None
 
 
 def undisturbed(config: EngineConfig) -> EngineConfig:
@@ -149,6 +191,8 @@ def undisturbed(config: EngineConfig) -> EngineConfig:
             f"a model is observed without predictions: --sparsity {config.sparsity} --policy {config.policy} is for "
             "generating; leave both out"
         )
+    if chosen := [name for name in ("assign", "cache", "prefetch") if getattr(config, name) != "auto"]:
+        raise UsageError(f"a model is observed while nothing moves: --{chosen[0]} is for generating; leave it out")
     return replace(config, predictor="none", policy="static" if config.policy == "auto" else config.policy)
 
 

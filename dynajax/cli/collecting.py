@@ -1,4 +1,4 @@
-"""`collect-stats`: which neurons a text makes live."""
+"""`collect-stats`: which neurons a text makes live, or which experts its tokens go to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def collect_stats(
         float, typer.Option(metavar="D", help="Share of the neurons that counts as live where none is zero (SiLU).")
     ] = 0.5,
 ) -> None:
-    """Run a model over a text and write how often each neuron is live and what it contributes.
+    """Run a model over a text and write how often each neuron is live and what it contributes; of a mixture of experts
+    the share of the tokens that each expert serves.
 
     The file steers placement: --stats FILE, or put it into the model's folder as activations.npz.
     """
@@ -58,16 +59,18 @@ def collect_stats(
         config = collecting.with_window(config, spec)
         windows = windows_from(text, ids, tokens, folder, spec, config.ctx or 1)
         checkpoint, found = collecting.collect(engine.model, folder, config, windows, step, density)
-    wanted = None if spec.activation.has_zeros else density
-    figures = {"frequency": found.frequency, "mass": found.mass, "cosine": found.cosine}
-    if wanted is not None:
-        figures["density"] = np.array(wanted, np.float32)
-    write_stats(out, fingerprint=checkpoint.fingerprint(), tokens=found.tokens, **figures)
+    neurons = spec.experts is None
+    wanted = density if neurons and not spec.activation.has_zeros else None
+    figures = {"mass": found.mass, "cosine": found.cosine, "density": wanted}
+    more = {name: np.asarray(figure, np.float32) for name, figure in figures.items() if figure is not None}
+    write_stats(out, fingerprint=checkpoint.fingerprint(), frequency=found.frequency, tokens=found.tokens, **more)
     if output.json:
         head = {"model": engine.model, "out": str(out), "tokens": found.tokens, "wanted_density": wanted}
-        write_json(head | {"density": _density(found), "cosine": _cosine(found)})
+        units = {"unit_kind": "neuron" if neurons else "expert", "layers": list(spec.unit_layers)}
+        shares = {"density": _density(found), "top_quarter": found.top_quarter, "cosine": _cosine(found)}
+        write_json({**head, **units, **shares})
         return
-    write_out(_table(found) + "\n")
+    write_out((_neurons_table(found) if neurons else _experts_table(found, spec)) + "\n")
     if wanted is not None:
         note(f"live: the {wanted:.0%} of a token's neurons that contribute most, for none is zero")
     note(f"{found.tokens} tokens, written to {out}")
@@ -95,15 +98,25 @@ def _density(found: Collected) -> list[float]:
     return found.frequency.mean(axis=1).tolist()
 
 
-def _cosine(found: Collected) -> list[list[float | None]]:
-    """[L][3]; None beyond the last layer, where the figures are NaN."""
+def _cosine(found: Collected) -> list[list[float | None]] | None:
+    """[L][3]; None beyond the last layer, where the figures are NaN. None: not of experts."""
+    if found.cosine is None:
+        return None
     return [[None if value != value else value for value in row] for row in found.cosine.tolist()]
 
 
-def _table(found: Collected) -> str:
+def _neurons_table(found: Collected) -> str:
     """The figures by layer, for people."""
     rows = [("layer", "live    cosine with the next, second, third")]
-    for layer, (share, row) in enumerate(zip(_density(found), _cosine(found), strict=True)):
+    for layer, (share, row) in enumerate(zip(_density(found), _cosine(found) or [], strict=True)):
         figures = "  ".join("  n/a" if value is None else f"{value:.3f}" for value in row)
         rows.append((str(layer), f"{share:6.1%}  {figures}"))
+    return table(rows)
+
+
+def _experts_table(found: Collected, spec: ModelSpec) -> str:
+    """The same of the layers that have experts."""
+    rows = [("layer", "tokens of the busiest, of the idlest expert; share of the busiest quarter")]
+    for layer, frequency, quarter in zip(spec.unit_layers, found.frequency, found.top_quarter, strict=True):
+        rows.append((str(layer), f"{frequency.max():6.1%}  {frequency.min():6.1%}  {quarter:6.1%}"))
     return table(rows)

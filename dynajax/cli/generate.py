@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -83,8 +83,8 @@ class ShowFlags(OutputFlags):
         Path | None,
         typer.Option(
             metavar="FILE.npz",
-            help="Write which neurons were live, and which on the device, in every token; slower, in predicted mode "
-            "above all. With --set record_scores=true also what was predicted.",
+            help="Write which neurons were live, or where tokens went among the experts, and what was on the device; "
+            "slower, in predicted mode above all. With --set record_scores=true also what was predicted.",
         ),
     ] = None
 
@@ -126,7 +126,7 @@ def generate(
             for event in events:
                 report.close()
                 answer.add(event.text)
-        result = llm.last_result.to_json()
+        result, layers = llm.last_result.to_json(), llm.stats()["layers"]
         write_seen()
     if show.json:
         write_json(result)
@@ -134,6 +134,8 @@ def generate(
         if result["text"] is None:
             write_out(" ".join(map(str, result["token_ids"])) + "\n")
         note(summary(result, params.max_new_tokens))
+        if layers and result["units"]["kind"] == "expert":
+            note(experts_line(layers, result["units"]))
     interrupts.check()
 
 
@@ -223,3 +225,26 @@ def summary(result: dict[str, Any], asked: int) -> str:
         f"device memory: peak {size(memory['peak_bytes'])} of a budget of {size(memory['budget_bytes'])}",
     )
     return "\n".join(lines)
+
+
+def experts_line(layers: Sequence[Mapping[str, Any]], units: Mapping[str, Any]) -> str:
+    """What experts did while decoding, from `Engine.stats()["layers"]` and the units of the result: which were found on
+    the device, what was brought there, and for which share of a layer's time for experts each side computed some."""
+
+    def mean(name: str, weight: str | None = None) -> float | None:
+        told = [(row[name], 1.0 if weight is None else row[weight]) for row in layers if row[name] is not None]
+        total = sum(share for _, share in told)
+        return sum(value * share for value, share in told) / total if total else None
+
+    hits, idle = mean("hit_share", "live_per_step"), [mean("host_idle_share"), mean("device_idle_share")]
+    host, device = (figure(None if share is None else 1 - share, ".0%") for share in idle)
+    loads = sum(row["loads_per_step"] or 0.0 for row in layers)
+    ahead = sum(row["prefetched"] for row in layers)
+    used = sum((row["prefetch_used_share"] or 0.0) * row["prefetched"] for row in layers)
+    parts = [
+        f"experts: {figure(hits, '.1%')} found on the device (by tokens {figure(units['hot_share'], '.1%')})",
+        f"{loads:.2f} brought there a step, {size(units['migrated_bytes'])} in all",
+        *([f"{used / ahead:.0%} of {ahead} prefetches used"] if ahead else []),
+        f"busy: host {host}, device {device}",
+    ]
+    return "; ".join(parts)

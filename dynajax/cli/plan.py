@@ -9,12 +9,13 @@ import typer
 
 from dynajax.cli import device_env
 from dynajax.cli.options import EngineFlags, OutputFlags
-from dynajax.cli.output import size, table, write_json, write_out
+from dynajax.cli.output import note, size, table, write_json, write_out
 
 if TYPE_CHECKING:
     from dynajax.budget import MemoryPlan
     from dynajax.config import EngineConfig
     from dynajax.engine.planning import Prepared
+    from dynajax.engine.strategy import Strategy
     from dynajax.sim.estimate import Asked, Estimate, Running
     from dynajax.sim.hardware import Hardware
 
@@ -47,6 +48,8 @@ def plan(
     else:
         memory, estimate = _foreseen(engine.model, config, machine)
     context.obj.check()
+    if machine is not None and estimate is None:
+        note("speeds are simulated of neurons only: where a mixture of experts goes, no config says")
     if output.json:
         write_json(memory.to_json() | ({} if estimate is None else {"expected": estimate.to_json()}))
         return
@@ -79,8 +82,9 @@ def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
     ]
 
 
-def _foreseen(model: str, config: EngineConfig, machine: Hardware) -> tuple[MemoryPlan, Estimate]:
-    """What an engine would decide there, and how fast it would be."""
+def _foreseen(model: str, config: EngineConfig, machine: Hardware) -> tuple[MemoryPlan, Estimate | None]:
+    """What an engine would decide there, and how fast it would be; None: not known of experts."""
+    from dynajax.engine.mixture.strategy import MixtureStrategy
     from dynajax.engine.planning import foresee, load_frequency
     from dynajax.engine.target import Described
     from dynajax.sim.estimate import expected
@@ -90,16 +94,20 @@ def _foreseen(model: str, config: EngineConfig, machine: Hardware) -> tuple[Memo
         config = replace(config, vram_budget=room)
     config = replace(config, staging="auto")  # ways of sending are tried out, and the device is not here
     prepared = foresee(model, config, Described("cpu" if machine.shared else "gpu", room))
+    if isinstance(prepared.strategy, MixtureStrategy):
+        return prepared.memory, None
     frequency = load_frequency(config.stats, prepared.folder, prepared.spec, None)  # `foresee` has read and checked it
-    return prepared.memory, expected(_running(prepared), machine, frequency if frequency.any() else None)
+    return prepared.memory, expected(
+        _running(prepared, prepared.strategy), machine, frequency if frequency.any() else None
+    )
 
 
-def _running(prepared: Prepared) -> Running:
+def _running(prepared: Prepared, strategy: Strategy) -> Running:
     """The part of a plan that decides how fast it runs."""
     from dynajax.engine.prediction import knobs_of
     from dynajax.sim.estimate import Running
 
-    strategy, shapes = prepared.strategy, prepared.programs.shapes
+    shapes = prepared.programs.shapes
     return Running(
         spec=prepared.spec,
         dtype=shapes.dtype,
@@ -113,15 +121,15 @@ def _running(prepared: Prepared) -> Running:
         policy=strategy.policy,
         guarded=strategy.guarded,
         knobs=knobs_of(strategy.knobs, prepared.prediction),
-        asked=_asked(prepared),
+        asked=_asked(prepared, strategy),
     )
 
 
-def _asked(prepared: Prepared) -> Asked:
+def _asked(prepared: Prepared, strategy: Strategy) -> Asked:
     """The predictors that are there, as far as they take time and can be wrong."""
     from dynajax.sim.estimate import Asked
 
-    spec, strategy, prediction = prepared.spec, prepared.strategy, prepared.prediction
+    spec, prediction = prepared.spec, prepared.prediction
     entries = prediction.entries
     skipping = [prediction.skipping(layer) for layer in range(spec.layers)] if strategy.skips else []
     placing = [place for place in entries if place[0] == prediction.lead] if strategy.places else []

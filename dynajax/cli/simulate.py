@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,39 +21,62 @@ if TYPE_CHECKING:
     from dynajax.sim.paper import Cell
 
 TABLES = ("paper",)
+OF_EXPERTS = ("--recall", "--columns", "--order")
 PICTURES = (".png", ".svg", ".pdf")
 PROCESSES = 2
+MIXTURE_TABLES = "moe_"  # what tables of experts begin with
+SEED = "the seed's figures"
 
 
-def simulate(
-    engine: EngineFlags,
-    output: OutputFlags,
-    table: Annotated[str | None, typer.Option(metavar="paper", help="All tables of the DynamicInfer paper.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables of --table there, too.")] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.npz|synthetic:NAME|recorded:NAME",
-            help="What the model does: a file of generate --record, drawn from a published model's statistics, or one "
-            "of the recordings that are shipped.",
-        ),
-    ] = None,
-    hardware: Annotated[
-        str | None, typer.Option(metavar="pc-high|pc-low|FILE", help="The machine; profile-machine writes such a file.")
-    ] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFlags:
+    """What only --trace takes."""
+
     sweep: Annotated[
         str | None,
         typer.Option(
             metavar="NAME=V/V,NAME=V/V",
             help="Every combination of these constants: those of --set, rank (of two-layer predictors; their bytes "
-            "alone), quality (of drawn scores, as correlation with the gate).",
+            "alone), quality (of drawn scores, as correlation with the gate); of experts also recall.",
         ),
-    ] = None,
+    ] = None
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png|.svg|.pdf", help="Draw tok/s over the first constant of --sweep.")
+    ] = None
+    recall: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Experts: share of a later layer's that is foretold; else as recorded."),
+    ] = None
+    columns: Annotated[
+        str | None, typer.Option(metavar="NAME=COLUMN,...", help="Experts: where another program's trace keeps what.")
+    ] = None
+    order: Annotated[
+        str, typer.Option(metavar="planner|engine", help="Experts: work overlaps as planned, or as the engine does it.")
+    ] = "planner"
+
+
+def simulate(
+    engine: EngineFlags,
+    output: OutputFlags,
+    flags: TraceFlags,
+    table: Annotated[
+        str | None, typer.Option(metavar="paper", help="All tables of the DynamicInfer paper, and DALI's.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables of --table there, too.")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.npz|synthetic:NAME|recorded:NAME",
+            help="What the model does: a file of generate --record or of another program (.parquet, .json, .npy, .pt, "
+            ".csv), drawn from a published model's statistics, or one of the recordings that are shipped.",
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="pc-high|pc-low|dali-pc|FILE", help="The machine; profile-machine writes such a file."),
     ] = None,
 ) -> None:
-    """Simulate systems of the DynamicInfer paper, or the engine's policies on a trace. Every figure is simulated.
+    """Simulate systems of the DynamicInfer and DALI papers, or the engine's policies on a trace. All is simulated.
 
     --table paper sets what is simulated beside what is published. --trace with --hardware runs the policies of
     --policy A,B,... on what a model did. Loads no weights, and needs no GPU.
@@ -63,29 +86,38 @@ def simulate(
     if trace is None:
         if table not in TABLES:
             raise UsageError(f"--table must be {', '.join(TABLES)}, got {table!r}")
-        given = {"--hardware": hardware, "--sweep": sweep, "--plot": plot}
-        if wrong := [name for name, value in given.items() if value is not None] + changed(engine):
+        given = ["--hardware"] if hardware is not None else []
+        if wrong := given + changed(flags) + changed(engine):
             raise UsageError(f"--table has models and machines of its own: leave out {', '.join(wrong)}")
         _show_table(output, out)
         return
     if out is not None:
         raise UsageError("--out goes with --table: leave it out")
     if hardware is None:
-        raise UsageError("--trace needs a machine: give --hardware pc-high, pc-low or a file of profile-machine")
-    if plot is not None and (sweep is None or plot.suffix not in PICTURES):
+        raise UsageError("--trace needs a machine: give --hardware pc-high, pc-low, dali-pc or a file of "
+                         "profile-machine")  # fmt: skip
+    plot = flags.plot
+    if plot is not None and (flags.sweep is None or plot.suffix not in PICTURES):
         raise UsageError(f"--plot needs --sweep, and a file that ends in {', '.join(PICTURES)}, got {str(plot)!r}")
+    from dynajax.cli.simulate_mixtures import is_mixture, show_mixture
     from dynajax.cli.simulate_trace import show_trace
 
-    show_trace(engine, output, trace, hardware, sweep, plot)
+    if is_mixture(trace):
+        show_mixture(engine, output, trace, hardware, flags)
+        return
+    if wrong := [name for name in changed(flags) if name in OF_EXPERTS]:
+        raise UsageError(f"{', '.join(wrong)} is of experts, which {trace} has not: leave it out")
+    show_trace(engine, output, trace, hardware, flags.sweep, plot)
 
 
-def changed(engine: EngineFlags) -> list[str]:
+def changed(flags: EngineFlags | TraceFlags) -> list[str]:
     """The flags that were given."""
-    return [f"--{f.name.replace('_', '-')}" for f in fields(engine) if getattr(engine, f.name) != f.default]
+    return [f"--{f.name.replace('_', '-')}" for f in fields(flags) if getattr(flags, f.name) != f.default]
 
 
 def _show_table(output: OutputFlags, out: Path | None) -> None:
     from dynajax.checkpoint.drafts import draft_file, refuse_unwritable
+    from dynajax.cli.simulate_dali import dali_report
     from dynajax.cli.simulate_tables import paper_report
     from dynajax.sim.hardware import load_hardware
     from dynajax.sim.published import ROWS
@@ -95,7 +127,8 @@ def _show_table(output: OutputFlags, out: Path | None) -> None:
     cells, report = paper_cells(), ""
     if out is not None or not output.json:
         machines = [load_hardware(name) for name in dict.fromkeys(row.hardware for row in ROWS)]
-        report = paper_report(cells, ROWS, machines)
+        neurons = [cell for cell in cells if not cell.table.startswith(MIXTURE_TABLES)]
+        report = f"{paper_report(neurons, ROWS, machines)}\n{dali_report(cells)}"
     if out is not None:
         text = report.encode()
         with draft_file(out, len(text)) as file:
@@ -109,15 +142,29 @@ def _show_table(output: OutputFlags, out: Path | None) -> None:
 
 def paper_cells() -> list[Cell]:
     """Everything about every published model, in the order in which they are published, then what they share."""
+    from dynajax.sim.experts import published
+    from dynajax.sim.experts.paper import mean_cells
     from dynajax.sim.models import SPECS
-    from dynajax.sim.paper import cells_of, shared_cells
+    from dynajax.sim.paper import shared_cells
     from dynajax.sim.published import ROWS
 
     models = list(dict.fromkeys(row.model for row in ROWS))
     longest_first = sorted(models, key=lambda model: -SPECS[model].layers)
-    found = in_workers(workers(), cells_of, longest_first)
+    found = in_workers(workers(), cells_of, [*longest_first, *published.MODELS, SEED])
     cells = [cell for model in models for cell in found[model]]
-    return [*cells, *shared_cells(cells)]
+    experts = [cell for model in published.MODELS for cell in found[model]]
+    return [*cells, *shared_cells(cells), *experts, *mean_cells(experts), *found[SEED]]
+
+
+def cells_of(item: str) -> list[Cell]:
+    """Of a model with neurons or with experts, or the seed's figures."""
+    from dynajax.sim import paper
+    from dynajax.sim.experts import paper as dali
+    from dynajax.sim.experts import published, seed
+
+    if item == SEED:
+        return list(seed.seed_cells())
+    return dali.mixture_cells_of(item) if item in published.MODELS else paper.cells_of(item)
 
 
 def workers() -> Executor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dynajax.checkpoint import read_spec
 from dynajax.cli.options import DEFAULT_MODEL, EngineFlags, OutputFlags
@@ -18,7 +18,7 @@ from dynajax.errors import DynajaxError, MismatchError, UsageError
 from dynajax.model_folder import model_folder
 from dynajax.policy.experts.presets import PRESETS, ExpertPolicy, expert_policy
 from dynajax.policy.experts.synthetic import RECIPES
-from dynajax.routing_trace import KIND, RoutingTrace, read_routing
+from dynajax.routing_trace import KIND, RoutingTrace, read_routing, trace_kind
 from dynajax.sim.experts.activity import MixtureActivity, draw_mixture, from_routing, shipped_names, shipped_routing
 from dynajax.sim.experts.bound import MixtureBound
 from dynajax.sim.experts.foresight import said_of
@@ -34,7 +34,10 @@ from dynajax.sim.experts.whatif import (
 )
 from dynajax.sim.hardware import Hardware, load_hardware
 from dynajax.sim.whatif import budget_of
-from dynajax.trace import DECODE, trace_kind
+from dynajax.trace import DECODE
+
+if TYPE_CHECKING:
+    from dynajax.cli.simulate import TraceFlags
 
 POLICIES = "layer-split,static,fiddler,lru,bandwidth-split,hybrimoe,dali,auto"
 PROMPT, TOKENS = 64, 64  # of what is drawn
@@ -58,20 +61,6 @@ SHOWN = (  # heading, figure, form
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
-    """What only experts have flags for."""
-
-    recall: float | None = None
-    columns: str | None = None
-    order: str = ORDERS[0]
-
-    def given(self) -> list[str]:
-        """The flags that were given."""
-        values = {"--recall": self.recall, "--columns": self.columns, "--order": self.order}
-        return [name for name, value in values.items() if value not in (None, ORDERS[0])]
-
-
 def is_mixture(trace: str) -> bool:
     """Whether the trace is of experts; what cannot be read is left to others to refuse."""
     if trace.startswith(SYNTHETIC):
@@ -87,27 +76,19 @@ def is_mixture(trace: str) -> bool:
         return False
 
 
-def show_mixture(
-    engine: EngineFlags,
-    output: OutputFlags,
-    trace: str,
-    machine: str,
-    sweep: str | None,
-    plot: Path | None,
-    extra: Extra,
-) -> None:
+def show_mixture(engine: EngineFlags, output: OutputFlags, trace: str, machine: str, flags: TraceFlags) -> None:
     """Every policy at every setting of the sweep, and the picture."""
     config = config_of(engine, allowed=("batch",))
     policies = mixture_policies(engine.policy, config)
-    if extra.order not in ORDERS:
-        raise UsageError(f"--order must be {' or '.join(ORDERS)}, got {extra.order!r}")
-    if extra.recall is not None:
-        check_share("--recall", extra.recall)
-    draw, hardware = None if plot is None else drawing(plot), load_hardware(machine)
-    settings = mixture_sweep(config.knobs, extra.recall, sweep)
+    if flags.order not in ORDERS:
+        raise UsageError(f"--order must be {' or '.join(ORDERS)}, got {flags.order!r}")
+    if flags.recall is not None:
+        check_share("--recall", flags.recall)
+    draw, hardware = None if flags.plot is None else drawing(flags.plot), load_hardware(machine)
+    settings = mixture_sweep(config.knobs, flags.recall, flags.sweep)
     batch = None if engine.batch == 1 and not trace.startswith(SYNTHETIC) else engine.batch
-    spec, activity = open_mixture(trace, engine.model, batch, columns_of(extra.columns), offline=config.offline)
-    setup = setup_of(spec, activity, hardware, engine, config, order=extra.order)
+    spec, activity = open_mixture(trace, engine.model, batch, columns_of(flags.columns), offline=config.offline)
+    setup = setup_of(spec, activity, hardware, engine, config, order=flags.order)
     bound, found = mixture_bound(setup), []
     with closing(progress()) as report:
         for answer in mixture_answers(setup, policies, settings, bound):
@@ -116,7 +97,7 @@ def show_mixture(
     if draw is not None:
         draw(found)
     kinds = {policy.prefetch for policy in policies.values()} - {"none"}
-    told = {kind: said_of(activity, kind, extra.recall) for kind in sorted(kinds)}
+    told = {kind: said_of(activity, kind, flags.recall) for kind in sorted(kinds)}
     if not output.json:
         write_out(mixture_report(setup, bound, found, list(told.values())))
         return

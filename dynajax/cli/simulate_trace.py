@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from dynajax.checkpoint import read_spec
 from dynajax.checkpoint.drafts import draft_file, refuse_unwritable
@@ -36,7 +36,8 @@ from dynajax.sim.whatif import (
 from dynajax.trace import read_trace
 
 POLICIES = "none,static,lru,macro+micro,dynamic"
-UNUSED = ("batch", "stats", "host_mode", "threads", "predictor", "staging", "deterministic")  # flags of the engine
+UNUSED = ("batch", "assign", "cache", "prefetch", "stats", "host_mode", "threads", "predictor", "staging",
+          "deterministic")  # flags of the engine  # fmt: skip
 SYNTHETIC, RECORDED = "synthetic:", "recorded:"
 TRACES = Path(str(resources.files("dynajax") / "assets" / "traces"))  # NAME.npz, and NAME/config.json of its model
 _PICTURE_BYTES = 2**22
@@ -221,7 +222,20 @@ def _warn(traced: Traced, configs: Sequence[PolicyConfig]) -> None:
 # --- the picture ---
 
 
-def drawing(path: Path) -> Callable[[Sequence[Answer]], None]:
+class Drawn(Protocol):
+    """An answer of a sweep."""
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    @property
+    def figures(self) -> Mapping[str, float | None]: ...
+
+
+def drawing(path: Path) -> Callable[[Sequence[Drawn]], None]:
     """What will draw the answers; refuses, before anything is simulated, what would fail then."""
     refuse_unwritable(path)
     try:
@@ -231,7 +245,7 @@ def drawing(path: Path) -> Callable[[Sequence[Answer]], None]:
     return partial(_draw, path, figures.Figure)
 
 
-def _draw(path: Path, make: Any, answers: Sequence[Answer]) -> None:
+def _draw(path: Path, make: Any, answers: Sequence[Drawn]) -> None:
     """Tokens a second over the first constant that was swept: a line a policy, and value of each other constant."""
     first, *others = answers[0].settings
     numbers = all(isinstance(answer.settings[first], int | float) for answer in answers)
@@ -239,7 +253,7 @@ def _draw(path: Path, make: Any, answers: Sequence[Answer]) -> None:
     for answer in answers:
         label = ", ".join([answer.policy, *(f"{name}={setting_text(answer.settings[name])}" for name in others)])
         at = answer.settings[first] if numbers else setting_text(answer.settings[first])
-        lines.setdefault(label, []).append((at, answer.figures["decode_tok_s"]))
+        lines.setdefault(label, []).append((at, answer.figures["decode_tok_s"] or 0.0))
     drawn = make(figsize=(8, 5), layout="constrained")
     axes = drawn.subplots()
     for label, points in lines.items():

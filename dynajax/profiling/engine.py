@@ -23,6 +23,7 @@ from dynajax.config import Activation, EngineConfig, ModelSpec
 from dynajax.engine import Engine, plan_for
 from dynajax.engine.planning import Prepared
 from dynajax.engine.prediction import knobs_of
+from dynajax.engine.strategy import Strategy
 from dynajax.profiling.pace import Line, Pace
 from dynajax.sim.activity import Activity, from_trace
 from dynajax.sim.decode import decode
@@ -132,8 +133,9 @@ def load_of(prepared: Prepared) -> Load:
 
 def simulated_s(prepared: Prepared, activity: Activity, hardware: Hardware) -> float:
     """Seconds of a token of what that engine would do on a machine."""
-    knobs = knobs_of(prepared.strategy.knobs, prepared.prediction)
     strategy = prepared.strategy
+    assert isinstance(strategy, Strategy), "a machine is measured with neurons"
+    knobs = knobs_of(strategy.knobs, prepared.prediction)
     dense = strategy.sparsity == "dense"
     system = engine_system(strategy.policy, knobs, prepared.spec.activation, skips=strategy.skips, dense=dense)
     tally = decode(load_of(prepared), hardware, system, activity, prepared.placement)

@@ -61,6 +61,7 @@ class MixtureActivity:
     top_k: int
     frequency: F32  # [M, E] share of tokens of other text that choose the expert
     runs: tuple[MixtureRun, ...]
+    foretold_by: str | None = None  # the kind of prediction that was recorded
 
     @property
     def batch(self) -> int:
@@ -134,6 +135,7 @@ def from_routing(trace: RoutingTrace, name: str, batch: int | None = None) -> Mi
         top_k=trace.head.top_k,
         frequency=np.asarray(frequency, np.float32),
         runs=runs,
+        foretold_by=None if trace.predicted is None else str(trace.head.settings.get("prefetch", "unknown")),
     )
 
 

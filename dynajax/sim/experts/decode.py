@@ -91,7 +91,8 @@ class MixtureSimulation:
         usual = lanes.sides.fitted(range(1, activity.batch + 1))
         self.estimator = ExpertCostEstimator(costs or usual, SAFETY, fixed=costs is not None)
         self.tally, self.on_plan = MixtureTally(), None
-        allowed = system.moves and any(placement.slots)
+        self._whole = placement.resident == count * units  # nothing is left for the host: a token is one program
+        allowed = system.moves and any(placement.slots) and not self._whole
         self.moves = Moves(
             lanes, self.planner, self.estimator, self.tally, layers=count, lead=system.lead, allowed=allowed
         )
@@ -107,13 +108,24 @@ class MixtureSimulation:
             self.moves.told = foresight
             for prompt in run.prompts:
                 yield from self._prompt(prompt)
-            self.planner.start_sequence(run.prompt_counts if run.prompts else None)
+            self.planner.start_sequence(self._prompt_counts(run))
             before = dict(self.lanes.simulation.busy_s)
             for step in range(len(run.steps)):
                 yield from self._step(run, step)
             for name, seconds in self.lanes.simulation.busy_s.items():
                 self.tally.busy_s[name] = self.tally.busy_s.get(name, 0.0) + seconds - before.get(name, 0.0)
             yield from self.moves.settle()
+
+    def _prompt_counts(self, run: MixtureRun) -> Ints | None:
+        """[M, E] tokens of the prompts, as far as layers were computed."""
+        counts = run.prompt_counts if run.prompts else None
+        if counts is not None and self._ends_early(self.load.unit_layers[-1]):
+            counts[-1] = 0
+        return counts
+
+    def _ends_early(self, layer: int) -> bool:
+        """Whether a prompt does not pass the experts of a layer."""
+        return layer == self.load.layers - 1 and not self.system.order.whole
 
     def _prompt(self, prompt: Prompt) -> Process:
         """All of its tokens pass a layer before any passes the next."""
@@ -122,7 +134,7 @@ class MixtureSimulation:
         for layer in range(self.load.layers):
             attend = self._attend(layer, prompt.tokens, prompt.tokens * self.load.kv_token)
             yield lanes.python(self.hardware.layer_s + 3 * self.hardware.dispatch_s)
-            if (m := self._number.get(layer)) is not None:
+            if (m := self._number.get(layer)) is not None and not self._ends_early(layer):
                 yield attend
                 yield from self._decide(prompt.counts[m])
                 yield from self.passing.prompt_layer(m, prompt.counts[m], prompt.tokens)
@@ -139,8 +151,11 @@ class MixtureSimulation:
         for layer in range(load.layers):
             at, m = lanes.simulation.now, self._number.get(layer)
             attend = self._attend(layer, rows, cached)
+            if self._whole:
+                self._resident(m, run.steps[step])
+                continue
             if m is not None and self.moves.asks(m):
-                lanes.program("foretell", load.router, rows * 2 * load.units)
+                lanes.program("foretell", load.router, rows * load.router)
             yield lanes.python(self.hardware.layer_s + 3 * self.hardware.dispatch_s)
             if m is not None:
                 yield attend
@@ -151,6 +166,16 @@ class MixtureSimulation:
         spent = lanes.simulation.now - begin
         tally.steps, tally.rows, tally.seconds = tally.steps + 1, tally.rows + rows, tally.seconds + spent
         tally.step_s.append(spent)
+
+    def _resident(self, m: int | None, tokens: Ints) -> None:
+        """A layer of a model that is all on the device; tokens [M, E]."""
+        if m is None:
+            return
+        tally, live = self.tally, tokens[m][tokens[m] > 0]
+        tally.found(tokens[m], self.planner.resident(m))
+        self.lanes.experts("hot", live)
+        tally.hot_pairs += int(live.sum())
+        tally.device_s += float(self.lanes.sides.device_s(live).sum())
 
     def _attend(self, layer: int, tokens: int, cached: float) -> Work:
         """Attention and router, and behind them what every token computes."""
@@ -163,7 +188,7 @@ class MixtureSimulation:
     def _decide(self, tokens: Ints) -> Process:
         """A layer's ids come to the host, and a plan is made if there is anything to decide."""
         yield self.lanes.hand_over()
-        if self.system.moves:
+        if self.moves.allowed:
             yield self.lanes.python(PLAN_S + PLAN_LIVE_S * np.count_nonzero(tokens))
 
     # --- the experts of a layer ---

@@ -100,6 +100,6 @@ def said_of(activity: MixtureActivity, kind: str, recall: float | None) -> str:
         return "none"
     if kind == "count":
         return "count: the planner's own"
-    if recall is None and all(run.foretold is not None for run in activity.runs):
-        return f"{kind}: as recorded"
+    if recall is None and activity.foretold_by is not None:
+        return f"{kind}: as recorded ({activity.foretold_by})"
     return f"{kind}: drawn, recall {RECALL[kind] if recall is None else recall:g}"

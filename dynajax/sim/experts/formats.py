@@ -243,9 +243,12 @@ def _histogram(
     if numbers.min() < 0 or numbers[:, 1].max() >= MOST_EXPERTS:
         raise ValueError("layers, experts and counts must be 0 or more")
     names = np.unique(numbers[:, 0])
-    found = np.zeros((1, len(names), width or int(numbers[:, 1].max()) + 1), np.int64)
-    np.add.at(found, (0, np.searchsorted(names, numbers[:, 0]), numbers[:, 1]), numbers[:, 2])
-    return counted_steps(found, top_k)
+    units = width or int(numbers[:, 1].max()) + 1
+    if numbers[:, 1].max() >= units:
+        raise ValueError(f"experts must be below {units}, got {numbers[:, 1].max()}")
+    place = np.searchsorted(names, numbers[:, 0]) * units + numbers[:, 1]
+    found = np.bincount(place, numbers[:, 2], minlength=len(names) * units)
+    return counted_steps(found.reshape(1, len(names), units), top_k)
 
 
 def _column(names: Sequence[str], given: str | None, words: Sequence[str]) -> int:
