@@ -90,7 +90,12 @@ def test_defaults_of_the_engine_settings():
 
 CHOICES = {
     "sparsity": ("auto", "dense", "exact", "predicted"),
-    "policy": ("auto", "dynamic", "macro+micro", "macro", "micro", "static", "lru", "none"),
+    "policy": (
+        *("auto", "dynamic", "macro+micro", "macro", "micro", "static", "lru", "none"),
+        *("scan", "dali", "hybrimoe", "bandwidth-split", "fiddler", "lfu", "layer-split"),
+    ),
+    "cache": ("auto", "decayed", "dali", "lru", "lfu", "ema", "static"),
+    "prefetch": ("auto", "corrected", "residual", "residual-mean", "gate", "count", "none"),
     "staging": ("auto", "pinned_host", "registered", "plain"),
     "dtype": ("auto", "float32", "float16", "bfloat16"),
     "host_dtype": ("auto", "float32", "float16", "bfloat16"),

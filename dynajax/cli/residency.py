@@ -35,9 +35,11 @@ def plot_residency(
     Needs matplotlib: pip install dynajax[plot].
     """
     from dynajax.checkpoint.drafts import draft_file, refuse_unwritable
-    from dynajax.trace import DECODE, read_trace
+    from dynajax.trace import DECODE, read_trace, unpack
 
     refuse_unwritable(out)
+    if unpack(record, lambda members, where: members.word("kind")) == "expert":
+        raise UsageError(f"{record} holds experts, only neurons are drawn: scripts/simulate.py --trace {record} reads it")
     try:
         figures = importlib.import_module("matplotlib.figure")
         colours = importlib.import_module("matplotlib.colors")

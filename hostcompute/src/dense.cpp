@@ -24,12 +24,12 @@ class Pieces {
   int64_t count_;
 };
 
-// Rows that are read next, to be fetched into the second cache: spread over the calls of a kernel, each of which fetches
-// as much of a row as it reads of one.
+// Rows that are read next, to be fetched into the second cache: spread over the calls of a kernel, each of which
+// fetches as much of a row as it reads of one.
 class Upcoming {
  public:
-  Upcoming(const void* const* rows, int64_t rows_count, int64_t pieces, int64_t piece_bytes, int64_t calls)
-      : rows_(rows), count_(rows_count), total_(rows_count * pieces), piece_bytes_(piece_bytes), calls_(calls) {}
+  Upcoming(const void* const* rows, int64_t count, int64_t pieces, int64_t step, int64_t calls)
+      : rows_(rows), count_(count), total_(count * pieces), step_(step), calls_(calls) {}
 
   // For the next call: null, or `tile` of them, the same several times if there are fewer.
   const void* const* take() {
@@ -38,7 +38,7 @@ class Upcoming {
     if (some <= 0) return nullptr;
     for (int64_t i = 0; i < tile; ++i) {
       const int64_t at = begin + i % some;
-      taken_[i] = static_cast<const char*>(rows_[at % count_]) + at / count_ * piece_bytes_;
+      taken_[i] = static_cast<const char*>(rows_[at % count_]) + at / count_ * step_;
     }
     return taken_;
   }
@@ -47,7 +47,7 @@ class Upcoming {
   const void* const* rows_;
   const int64_t count_;
   const int64_t total_;
-  const int64_t piece_bytes_;
+  const int64_t step_;  // bytes from piece to piece of a row
   const int64_t calls_;
   int64_t call_ = 0;
   const void* taken_[tile];
@@ -129,7 +129,7 @@ class Dense {
   // result[t * rows_ + r] = x[t] . row r, for all tokens and all neurons of the block.
   void dots(int part, float* result) const {
     const Pieces columns(d_, piece_bytes / element_, line_floats);
-    const Pieces tokens(plan_.tokens, tile);
+    const Pieces tokens(plan_.tokens, plan_.tiles.wide_dot != nullptr ? wide_tokens : tile);
     const void* rows[max_block];
     const void* next[max_block];
     Upcoming upcoming = spread(part, next, columns.count(), columns.count() * tokens.count() * tiles());
@@ -138,12 +138,12 @@ class Dense {
       for (int64_t group = 0; group < tokens.count(); ++group) {
         const int64_t t0 = tokens.begin(group);
         const int some = static_cast<int>(tokens.size(group));
-        const float* x[tile];
+        const float* x[wide_tokens];
         for (int t = 0; t < some; ++t) x[t] = plan_.x(t0 + t) + columns.begin(c);
         for (int r0 = 0, n; r0 < rows_; r0 += n) {
           n = tile_at(r0);
-          float out[tile * tile];
-          plan_.tiles.dot[n != 1][some - 1](rows + r0, x, columns.size(c), upcoming.take(), out);
+          float out[tile * wide_tokens];
+          dot(n, rows + r0, x, some, columns.size(c), upcoming.take(), out);
           for (int t = 0; t < some; ++t) {
             float* to = result + (t0 + t) * rows_ + r0;
             for (int r = 0; r < n; ++r) to[r] = (c == 0 ? 0 : to[r]) + out[r * some + t];
@@ -151,6 +151,15 @@ class Dense {
         }
       }
     }
+  }
+
+  // Of `tile` rows or one.
+  void dot(int n, const void* const* rows, const float* const* x, int tokens, int64_t d, const void* const* next,
+           float* out) const {
+    if (tokens <= tile) return plan_.tiles.dot[n != 1][tokens - 1](rows, x, d, next, out);
+    if (n == tile) return plan_.tiles.wide_dot(rows, x, d, next, out);
+    plan_.tiles.dot[0][tile - 1](rows, x, d, next, out);
+    plan_.tiles.dot[0][0](rows, x + tile, d, nullptr, out + tile);
   }
 
   void add_block() const {

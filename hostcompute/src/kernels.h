@@ -26,14 +26,17 @@ struct BlockSum {
   float* const* y;          // [T]
 };
 using AxpyBlock = void (*)(const BlockSum& sum);
-constexpr int block_tokens = 6;  // that one call handles at most
+constexpr int block_tokens = 6;        // that one call handles at most
+constexpr int wide_tokens = tile + 1;  // one more, and compilers spill registers
 
 // [0]: one row, [1]: `tile` rows; then [T - 1]. One row at a time keeps the memory busiest, several do more
 // with what is in a cache.
 struct Tiles {
   DotTile dot[2][tile];
   AxpyTile axpy[2][tile];
-  AxpyBlock axpy_block[block_tokens];  // null where the CPU has too few registers for it to be worth while
+  // Null where the CPU has too few registers for them to be worth while.
+  DotTile wide_dot;  // of `tile` rows and `wide_tokens`
+  AxpyBlock axpy_block[block_tokens];
 };
 
 constexpr int panel_rows(int bits) { return bits <= 2 ? 64 : 128 / bits; }  // that one kernel call handles at most

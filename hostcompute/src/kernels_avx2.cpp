@@ -17,6 +17,7 @@ struct Simd {
   using ints = __m256i;
   static constexpr int width = 8;
   static constexpr int max_sums = 8;
+  static constexpr int max_pairs = 8;
 
   static reg zero() { return _mm256_setzero_ps(); }
   static reg broadcast(float value) { return _mm256_set1_ps(value); }

@@ -20,6 +20,7 @@ struct Simd {
   using ints = __m512i;
   static constexpr int width = 16;
   static constexpr int max_sums = 16;
+  static constexpr int max_pairs = 24;
 
   static reg zero() { return _mm512_setzero_ps(); }
   static reg broadcast(float value) { return _mm512_set1_ps(value); }

@@ -2,9 +2,10 @@
 // target on, and includes this file. All is in an unnamed namespace and uses no template of the standard
 // library: code compiled for AVX-512 must not be shared by the linker with code for any CPU.
 //
-// Simd has: reg, width, max_sums (registers for running sums), zero, broadcast, load (of each weight type),
-// store, add, fma, sum, and stream_line(to, from), which copies 64 aligned bytes past the caches. What packed matrices
-// need besides is said in lowbit_impl.h.
+// Simd has: reg, width, max_sums (registers for running sums), max_pairs (of a row and a token, so that registers are
+// left for the operands), zero, broadcast, load (of each weight type), store, add, fma, sum, and
+// stream_line(to, from), which copies 64 aligned bytes past the caches. What packed matrices need besides is said in
+// lowbit_impl.h.
 
 namespace {
 
@@ -94,7 +95,7 @@ constexpr int sums_each(int pairs) {
 
 template <typename Weight, int R, int T>
 void dot_tile(const void* const* rows, const float* const* x, int64_t d, const void* const* next, float* out) {
-  if constexpr (R * T > Simd::max_sums && T > 1) {  // few registers: two passes over rows that are in L1 by now
+  if constexpr (R * T > Simd::max_pairs && T > 1) {  // few registers: two passes over rows that are in L1 by now
     constexpr int first = T / 2;
     float part[tile * tile];
     dot_tile<Weight, R, first>(rows, x, d, next, part);
@@ -259,10 +260,21 @@ uint64_t read_sum(const void* data, int64_t bytes) {
   return total;
 }
 
+constexpr bool has_blocks = tile * block_tokens <= Simd::max_pairs;
+
 template <typename Weight, int T>
-constexpr AxpyBlock block_kernel() {
-  if constexpr (Simd::max_sums >= 16) {
+constexpr AxpyBlock axpy_block_kernel() {
+  if constexpr (has_blocks) {
     return axpy_block<Weight, T>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <typename Weight>
+constexpr DotTile wide_dot_kernel() {
+  if constexpr (has_blocks) {
+    return dot_tile<Weight, tile, wide_tokens>;
   } else {
     return nullptr;
   }
@@ -274,8 +286,9 @@ constexpr Tiles make_tiles() {
            {dot_tile<Weight, 4, 1>, dot_tile<Weight, 4, 2>, dot_tile<Weight, 4, 3>, dot_tile<Weight, 4, 4>}},
           {{axpy_tile<Weight, 1, 1>, axpy_tile<Weight, 1, 2>, axpy_tile<Weight, 1, 3>, axpy_tile<Weight, 1, 4>},
            {axpy_tile<Weight, 4, 1>, axpy_tile<Weight, 4, 2>, axpy_tile<Weight, 4, 3>, axpy_tile<Weight, 4, 4>}},
-          {block_kernel<Weight, 1>(), block_kernel<Weight, 2>(), block_kernel<Weight, 3>(), block_kernel<Weight, 4>(),
-           block_kernel<Weight, 5>(), block_kernel<Weight, 6>()}};
+          wide_dot_kernel<Weight>(),
+          {axpy_block_kernel<Weight, 1>(), axpy_block_kernel<Weight, 2>(), axpy_block_kernel<Weight, 3>(),
+           axpy_block_kernel<Weight, 4>(), axpy_block_kernel<Weight, 5>(), axpy_block_kernel<Weight, 6>()}};
 }
 
 constexpr Kernels make_kernels(const char* isa) {

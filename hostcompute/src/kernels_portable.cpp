@@ -16,6 +16,7 @@ struct Simd {
   typedef int32_t ints __attribute__((vector_size(16)));
   static constexpr int width = 4;
   static constexpr int max_sums = 8;
+  static constexpr int max_pairs = 8;
 
   static reg zero() { return reg{}; }
   static reg broadcast(float value) { return reg{value, value, value, value}; }

@@ -186,15 +186,21 @@ def test_equal_calls_give_equal_bits(threads, batch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch", [1, 12])
-def test_real_sizes_stay_within_a_few_parts_in_a_million(pool, batch, dtype):
+@pytest.mark.parametrize("batch", [1, 4, 13])
+@pytest.mark.parametrize("width", [2048, 5003])
+def test_real_sizes_stay_within_a_few_parts_in_a_million(each, width, batch, dtype):
+    """Rows longer than what a tile handles at a time."""
     rng = np.random.default_rng(1)
-    bundle = (rng.standard_normal((3, 3, 96, 2048), np.float32) / 40).astype(dtype)
-    x, units = rng.standard_normal((batch, 2048), np.float32), np.array([2, 0], np.int32)
+    bundle = (rng.standard_normal((3, 3, 90, width), np.float32) / 40).astype(dtype)
+    x, units = rng.standard_normal((batch, width), np.float32), np.array([2, 0], np.int32)
     weights = rng.uniform(0.1, 1, (batch, 2)).astype(np.float32)
     wanted, _ = ffn_reference(x, bundle, units, "silu", weights=weights)
-    y = pool.ffn(x, bundle, units, activation="silu", weights=weights).y
-    np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    for skip_zeros in (True, False):
+        y = each.ffn(x, bundle, units, activation="silu", weights=weights, skip_zeros=skip_zeros).y
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    y = each.ffn(x, np.roll(bundle, 1, axis=3), units, activation="silu", weights=weights).y
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_the_answer_may_overwrite_the_input(each):
