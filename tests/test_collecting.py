@@ -7,7 +7,7 @@ import pytest
 
 from dynajax import Engine
 from dynajax.checkpoint import Checkpoint, write_stats
-from dynajax.collecting import LEADS, Counter, collect, contributions, cut, read_texts, undisturbed
+from dynajax.collecting import LEADS, Collected, Counter, collect, contributions, cut, read_texts, undisturbed
 from dynajax.config import Activation, EngineConfig, ModelSpec
 from dynajax.errors import UsageError
 from dynajax.testing import TINY_FATRELU, TINY_GQA, TINY_SILU, load_decoder, make_checkpoint
@@ -125,6 +125,16 @@ def test_nothing_to_read():
     assert cut([1, 2, 3, 4, 5], 4) == [[1, 2, 3, 4]]
 
 
+def test_the_busiest_quarter():
+    frequency = np.array([[0.5, 0.0, 0.25, 0.25, 0.0], [0, 0, 0, 0, 0]], np.float32)
+    assert Collected(frequency, 4).top_quarter == [0.75, 0.0]  # two of five
+
+
+def test_a_model_is_observed_while_nothing_moves():
+    with pytest.raises(UsageError, match="--cache is for generating"):
+        undisturbed(EngineConfig(cache="lru"))
+
+
 def test_texts(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")
@@ -193,5 +203,6 @@ def test_json_is_the_committed_schema(model, tmp_path):
     found = json.loads(done.stdout)
     jsonschema.validate(found, json.loads((root / "docs/schemas/collect-stats.json").read_text()))
     assert found["tokens"] == 15 + 15 + 7
-    assert found["wanted_density"] is None
+    assert found["wanted_density"] is None and found["unit_kind"] == "neuron"
+    assert found["layers"] == list(range(len(found["density"]))) and len(found["top_quarter"]) == len(found["density"])
     assert out.is_file()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 
 import jax
@@ -25,7 +26,7 @@ from predictors.routing import load_corrections
 from predictors.routing_fitting import RANKS, RoutingShape, chosen
 from predictors.routing_folder import read_routing
 from predictors.routing_training import RoutingTrainer
-from tests.cli.conftest import command  # noqa: F401
+from tests.cli.conftest import ASSETS, command  # noqa: F401
 from tests.shared_programs import shared_programs
 
 IDS = np.random.default_rng(0).integers(3, 90, 900).astype(np.int32)
@@ -241,3 +242,17 @@ def test_foresight_is_worth_what_it_should_be():
     wrong = [np.roll(part, 1, axis=-1) for part in perfect]
     assert case.busiest(wrong, 1)[0] < 0.5
     assert prefetch.thirds([1.0, None, 0.0]) == {"first": 1.0, "middle": None, "last": 0.0, "all": 0.5}
+
+
+def test_the_benchmark_runs(tmp_path, capsys):
+    folder, text = make_moe(tmp_path / "m", "qwen3_moe", num_hidden_layers=2, vocab_size=4096), tmp_path / "text.txt"
+    for path in ASSETS.glob("tokenizer*.json"):
+        shutil.copy(path, folder)
+    text.write_text("It was a truth universally acknowledged. " * 60, encoding="utf-8")
+    argv = f"--model {folder} --text {text} --heldout {text} --tokens 200 --windows 8 --length 31 --leads 1 --rows 1 2"
+    prefetch.main([*argv.split(), "--steps", "62", "--out", str(tmp_path / "table.md")])
+    *table, last = capsys.readouterr().out.strip().splitlines()
+    told = json.loads(last)
+    assert [row["kind"] for row in told["rows"]] == list(prefetch.ALL) and told["measured_tokens"] == 8 * 31
+    assert any(line.startswith("| residual-mean |") for line in table)
+    assert (tmp_path / "table.md").read_text().startswith("| lead 1: recall")

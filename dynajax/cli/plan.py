@@ -49,7 +49,7 @@ def plan(
         memory, estimate = _foreseen(engine.model, config, machine)
     context.obj.check()
     if machine is not None and estimate is None:
-        note("speeds are simulated of neurons only: where a mixture of experts goes, no config says")
+        note("no speed is simulated here of experts: scripts/simulate.py --trace takes recorded and drawn routing")
     if output.json:
         write_json(memory.to_json() | ({} if estimate is None else {"expected": estimate.to_json()}))
         return

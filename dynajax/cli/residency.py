@@ -39,7 +39,7 @@ def plot_residency(
 
     refuse_unwritable(out)
     if unpack(record, lambda members, where: members.word("kind")) == "expert":
-        raise UsageError(f"{record} holds experts, only neurons are drawn: scripts/simulate.py --trace {record} reads it")
+        raise UsageError(f"{record} holds experts, only neurons are drawn: read it with scripts/simulate.py --trace")
     try:
         figures = importlib.import_module("matplotlib.figure")
         colours = importlib.import_module("matplotlib.colors")

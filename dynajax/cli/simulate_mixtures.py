@@ -13,7 +13,7 @@ from dynajax.cli.output import note, progress, size, write_json, write_out
 from dynajax.cli.simulate_imports import columns_of, is_foreign, read_foreign
 from dynajax.cli.simulate_tables import grid, setting_text
 from dynajax.cli.simulate_trace import RECORDED, SYNTHETIC, config_of, drawing
-from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, check_share, parse_budget
+from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, check_number, parse_budget
 from dynajax.errors import DynajaxError, MismatchError, UsageError
 from dynajax.model_folder import model_folder
 from dynajax.policy.experts.presets import PRESETS, ExpertPolicy, expert_policy
@@ -78,12 +78,12 @@ def is_mixture(trace: str) -> bool:
 
 def show_mixture(engine: EngineFlags, output: OutputFlags, trace: str, machine: str, flags: TraceFlags) -> None:
     """Every policy at every setting of the sweep, and the picture."""
-    config = config_of(engine, allowed=("batch",))
+    config = config_of(engine, allowed=("batch", "assign", "cache", "prefetch"))
     policies = mixture_policies(engine.policy, config)
     if flags.order not in ORDERS:
         raise UsageError(f"--order must be {' or '.join(ORDERS)}, got {flags.order!r}")
     if flags.recall is not None:
-        check_share("--recall", flags.recall)
+        check_number("--recall", flags.recall, 0, 1)
     draw, hardware = None if flags.plot is None else drawing(flags.plot), load_hardware(machine)
     settings = mixture_sweep(config.knobs, flags.recall, flags.sweep)
     batch = None if engine.batch == 1 and not trace.startswith(SYNTHETIC) else engine.batch

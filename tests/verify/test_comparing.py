@@ -1,5 +1,6 @@
 """How far is too far: errors of hidden states and logits, and weights one by one."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from dynajax.config import Activation
+from dynajax.sim.experts.shapes import MIXTURES as SIM_SHAPES
 from dynajax.testing import TINY, TINY_TIED
 from dynajax.verify.comparing import TOLERANCES, allowed_error, cosines, hidden_errors, jumps, logits_error
 from dynajax.verify.weights import FLUSHED, QUANTISED_TOLERANCE, differing, slack
@@ -97,11 +99,12 @@ def test_another_copy_may_be_a_rounding_of_the_same_weights(mine, theirs, tolera
     assert allowed_error("float32", "float32", checkpoint(mine), checkpoint(theirs), tolerance) == allowed
 
 
-def test_only_a_threshold_and_16_bits_make_an_activation_jump():
-    fatrelu = SimpleNamespace(activation=Activation(kind="fatrelu", threshold=0.01))
-    assert jumps(fatrelu, TOLERANCES["bfloat16"]) and not jumps(fatrelu, TOLERANCES["float32"])
+def test_only_a_threshold_or_a_router_and_16_bits_make_a_position_jump():
+    fatrelu, experts = replace(TINY, activation=Activation(kind="fatrelu", threshold=0.01)), SIM_SHAPES["tiny-moe"]
+    for spec in (fatrelu, experts):
+        assert jumps(spec, TOLERANCES["bfloat16"]) and not jumps(spec, TOLERANCES["float32"])
     for kind in ("relu", "silu", "drelu", "fatrelu"):
-        assert not jumps(SimpleNamespace(activation=Activation(kind=kind)), TOLERANCES["bfloat16"])
+        assert not jumps(replace(TINY, activation=Activation(kind=kind)), TOLERANCES["bfloat16"])
 
 
 # --- weights ------------------------------------------------------------------------------------------------------

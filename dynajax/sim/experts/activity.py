@@ -59,7 +59,7 @@ class MixtureActivity:
     name: str
     synthetic: bool
     top_k: int
-    frequency: F32  # [M, E] share of tokens of other text that choose the expert
+    frequency: F32  # [M, E] share of tokens of other text that choose the expert; not all 0
     runs: tuple[MixtureRun, ...]
     foretold_by: str | None = None  # the kind of prediction that was recorded
 
@@ -126,7 +126,7 @@ def from_routing(trace: RoutingTrace, name: str, batch: int | None = None) -> Mi
     if not runs:
         raise MismatchError(f"{name} holds no decoded token: record a run of generate")
     frequency = trace.frequency
-    if frequency is None:
+    if frequency is None or not frequency.any():
         total = trace.workload().sum(axis=0)
         frequency = (total + 0.5) / (total.sum(axis=1, keepdims=True) / trace.head.top_k + 1)
     return MixtureActivity(

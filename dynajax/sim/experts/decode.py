@@ -217,7 +217,6 @@ class MixtureSimulation:
         if not order.pipelined:
             yield from self._fetched(done, moves)
         yield done.dispatched
-        self.moves.land(m)
         self._account(done)
         if not order.early:
             self._observe(done)

@@ -79,13 +79,14 @@ def draw_foretold(steps: I32, frequency: npt.NDArray, recall: float, seed: int) 
 
 
 def foresights(activity: MixtureActivity, kind: str, recall: float | None, decay: float) -> list[Foresight | None]:
-    """One for every run; recall None: what was recorded, or else the kind's usual one."""
+    """One for every run; recall None: what was recorded, or else the kind's usual one. `count` never forgets a run."""
     found: list[Foresight | None] = []
+    counting = Counted(*activity.frequency.shape, decay)
     for number, run in enumerate(activity.runs):
         if kind == "none":
             found.append(None)
         elif kind == "count":
-            found.append(Counted(*run.steps.shape[1:], decay))
+            found.append(counting)
         elif recall is None and run.foretold is not None:
             found.append(Known(run.foretold))
         else:

@@ -22,7 +22,9 @@ class Order:
         True  # a fetched expert is computed once it is there; False: all, after the last and after the host
     )
     overlaps: bool = True  # in a prompt the host works beside what is streamed; False: after it
-    whole: bool = True  # a prompt's last layer is computed; False: it ends with its keys and values, which nobody misses
+    whole: bool = (
+        True  # a prompt's last layer is computed; False: it ends with its keys and values, which nobody misses
+    )
 
 
 ENGINE_ORDER = Order(early=False, pipelined=False, overlaps=False, whole=False)  # as engine/mixture/runner.py has it

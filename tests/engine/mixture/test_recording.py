@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from dynajax import Engine
+from dynajax.checkpoint import read_spec
 from dynajax.config import EngineConfig, PolicyConfig
 from dynajax.engine import plan_for
-from dynajax.errors import EngineError, UsageError
+from dynajax.engine.mixture.planning import buffers_of
+from dynajax.engine.mixture.strategy import expert_config
+from dynajax.errors import UsageError
 from dynajax.plan import Placement
 from dynajax.policy.experts.planner import ExpertPlanner
 from dynajax.policy.experts.presets import expert_policy
@@ -23,7 +26,7 @@ from dynajax.sim.experts.shapes import MixtureWeights
 from dynajax.sim.experts.systems import MixtureSystem, as_engine, expert_constants
 from dynajax.sim.hardware import load_hardware
 from dynajax.trace import DECODE, PREFILL, Recorder
-from tests.engine.mixture.zoo import TOKENS, folder_unit_bytes
+from tests.engine.mixture.zoo import FAMILIES, TOKENS, folder_unit_bytes
 
 PROMPT, NEW, CTX = TOKENS[:20].tolist(), 6, 144
 FAMILY = "qwen3_moe"
@@ -143,7 +146,7 @@ def test_recording_goes_on_after_a_failure(zoo, tmp_path, monkeypatch):
         engine.record(recorder)
         with monkeypatch.context() as patch:
             patch.setattr(ExpertPlanner, "plan_step", fail_later)
-            with pytest.raises(EngineError, match="on fire"):
+            with pytest.raises(OSError, match="on fire"):
                 engine.generate(PROMPT, max_new_tokens=3)
         engine.generate(PROMPT, max_new_tokens=3)
     recorder.write(tmp_path / "run.npz")
@@ -172,8 +175,8 @@ def planned_by(patch: pytest.MonkeyPatch) -> list[tuple]:
     return kept
 
 
-def simulated(trace: RoutingTrace, spec) -> list[tuple]:
-    """The plans of a simulated run on a machine whose link takes no time, as for an engine that waits for every move."""
+def simulated(trace: RoutingTrace, spec, frequency: np.ndarray) -> list[tuple]:
+    """The plans of a simulated run on a machine whose link takes no time: the engine waits for every move."""
     told, made = trace.head.settings, []
     buckets = tuple(trace.start[m, : trace.slots[m]] for m in range(trace.head.layers))
     policy = expert_policy("scan", **{part: told[part] for part in ("assign", "cache", "prefetch", "placement")})
@@ -185,7 +188,7 @@ def simulated(trace: RoutingTrace, spec) -> list[tuple]:
         load,
         machine,
         system,
-        from_routing(trace, "run"),
+        replace(from_routing(trace, "run"), frequency=frequency),
         Placement(buckets, trace.head.width),
         costs=ExpertCosts(**trace.costs),
         on_plan=lambda m, plan: made.append((m, plan.hot.tolist(), plan.units.tolist(), plan.slots.tolist())),
@@ -203,8 +206,22 @@ def test_the_simulator_makes_the_engines_plans(zoo, tmp_path, policy):
         with opened(zoo.folder(FAMILY), 0.4, deterministic=True, set=scores, **settings) as engine:
             trace, _ = record(engine, tmp_path, BATCH)
             spec, books = engine._parts.prepared.spec, engine._parts.runner.moves.books
+            frequency = engine._parts.mixture.frequency
     assert (books.fetched + books.swapped + books.prefetched + books.passed).sum() > 0
-    made = simulated(trace, spec)
+    made = simulated(trace, spec, frequency)
     assert len(made) == 3 * NEW * trace.head.layers and made == plans
     other = replace(trace, experts=(trace.experts + 1) % trace.head.width)
-    assert simulated(other, spec) != plans  # the comparison can fail
+    assert simulated(other, spec, frequency) != plans  # the comparison can fail
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_simulator_has_the_engines_buffers(zoo, family):
+    spec = read_spec(zoo.folder(family))
+    for layers in (spec.unit_layers, tuple(range(100))):
+        other = replace(spec, layers=100, experts=replace(spec.experts, layers=layers))
+        assert as_engine(MixtureSystem(policy=expert_policy("scan")), other).transit == buffers_of(other)
+
+
+def test_the_simulator_has_the_engines_constants():
+    knobs = PolicyConfig(expert_decay=0.5, move_price=3.0, w_size=7, confidence=0.9)
+    assert expert_constants(knobs) == expert_config(knobs) != expert_config(PolicyConfig())
