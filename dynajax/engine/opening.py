@@ -215,8 +215,8 @@ def make_mixture_runner(
         layers,
         loaded.store,
         load_frequency(config.stats, prepared.folder, prepared.spec, fingerprint),
-        staging=config.staging,
-        deterministic=config.deterministic,
+        config=config,
+        fingerprint=fingerprint,
     )
     return mixture.runner, mixture
 

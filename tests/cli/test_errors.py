@@ -90,7 +90,7 @@ def test_exit_of_typer_is_a_code_without_a_word(capfd):
         (("--prompt", "a", "--predictor", ""), 2, "error: --predictor must be auto, mlp, gate, none or a folder, got"),
         (("--prompt", "a", "--set", "lambda=1"), 2, "error: --set knows no 'lambda'"),
         (("--prompt", "a", "--staging", "usb"), 2, "error: --staging must be one of auto, pinned_host"),
-        (("--prompt", "a", "--assign", "greedy"), 2, "error: No such option: --assign"),
+        (("--prompt", "a", "--assign", "greedy"), 2, "error: --assign must be one of auto, scan"),
         (("--prompt", "a", "--vram-budget", "8"), 2, "error: --vram-budget '8' has no unit"),
         (("--prompt", "a", "--model", "tiny-relulama"), 3, "error: no model tiny-relulama"),
         (("--prompt", "a", "--model", "/nonexistent"), 3, "error: no model /nonexistent"),

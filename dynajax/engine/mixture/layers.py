@@ -96,6 +96,8 @@ class MixtureLayers:
             sides = resident_sides(self, m, routed.counts(self.spec.units))
             if len(sides.hot):
                 x = self.hot_rows(m, x, h, sides.hot, routed)
+                found_here = np.int32(np.isin(routed.ids, sides.hot).sum())
+                state.tally = state.tally.at[layer].add(found_here)
             hidden = np.asarray(h)[active]
             if self.watch is not None:
                 self.watch(seen_of(self.spec, m, hidden, routed))

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.bundles import HostStore
+from dynajax.config import EngineConfig
 from dynajax.engine.mixture.foretelling import Foretellers
 from dynajax.engine.mixture.layers import MixtureLayers
 from dynajax.engine.mixture.moves import Moves, Wishes
@@ -102,25 +103,25 @@ def make_mixture(
     store: HostStore,
     frequency: npt.NDArray[np.float32],
     *,
-    staging: str,
-    deterministic: bool,
+    config: EngineConfig,
+    fingerprint: str,
 ) -> Mixture:
     """Planner, runner and mover, running."""
     spec, strategy, programs = prepared.spec, prepared.strategy, prepared.programs
     assert isinstance(strategy, MixtureStrategy)
-    moves = strategy.moves and any(layers.pool.slots) and bool(store.arenas)
-    buffers = None
+    moves, deterministic = strategy.moves and any(layers.pool.slots) and bool(store.arenas), config.deterministic
+    buffers = staging = None
     if moves:
         kind = programs.shapes.pool_type
         buffers = DevicePool((1,) * buffers_of(spec), spec.ffn_parts, spec.unit_rows, spec.hidden, kind, spec.units)
-        staging = open_staging(staging, jax.local_devices()[0], probe_piece(store)).name
+        staging = open_staging(config.staging, jax.local_devices()[0], probe_piece(store)).name
     planner = make_planner(prepared, layers.pool, frequency)
     if deterministic or not moves:
         estimator = ExpertCostEstimator(START, strategy.knobs.safety, fixed=deterministic)
     else:
         estimator = probed(layers, store, strategy.knobs.safety, moves=moves)
     wishes = Wishes(moves=moves, always_waits=deterministic)
-    foretold = foretellers(prepared, layers, moves=moves)
+    foretold = foretellers(prepared, layers, config, fingerprint) if moves else None
     desk = Moves(layers.pool, planner, estimator, wishes, foretold, spec.units)
     runner = MixtureRunner(layers, desk, buffers)
     runner.guard = Guard() if strategy.guarded and moves else None
@@ -128,7 +129,7 @@ def make_mixture(
         prepared=prepared,
         store=store,
         frequency=frequency,
-        staging=staging if moves else None,
+        staging=staging,
         buffers=buffers,
         runner=runner,
     )
@@ -136,10 +137,16 @@ def make_mixture(
     return made
 
 
-def foretellers(prepared: Prepared, layers: MixtureLayers, *, moves: bool) -> Foretellers | None:
+def foretellers(
+    prepared: Prepared, layers: MixtureLayers, config: EngineConfig, fingerprint: str
+) -> Foretellers | None:
     """What predicts where tokens go in later layers; None where nothing is to be prefetched by it."""
     strategy = prepared.strategy
     assert isinstance(strategy, MixtureStrategy)
-    if not moves or strategy.parts.prefetch in ("none", "count"):
+    kind = strategy.parts.prefetch
+    if kind in ("none", "count"):
         return None
-    return Foretellers.load(layers, strategy.parts.prefetch, strategy.knobs.lead, prepared.folder)
+    known = {"predictor": config.predictor, "fingerprint": fingerprint}
+    return Foretellers.load(
+        layers, kind, strategy.knobs.lead, prepared.folder, asked=config.prefetch != "auto", **known
+    )
