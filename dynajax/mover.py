@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dynajax import worker
@@ -27,8 +27,9 @@ class Ticket:
 class Mover(worker.Worker):
     """See the head of this file. The main thread decides and asks; nothing is decided here."""
 
-    def __init__(self, transfer: UnitTransfer):
-        self._transfer = transfer
+    def __init__(self, transfer: UnitTransfer, layers: Sequence[int]):
+        """layers: of the model, by the number of their arena."""
+        self._transfer, self._layers = transfer, layers
         self.span: Span | None = None
         self._open_s = 0.0  # estimate of one move, for `busy_s`
         super().__init__("mover", transfer.close)
@@ -47,7 +48,7 @@ class Mover(worker.Worker):
             self._open_s = spent if not self._open_s else 0.8 * self._open_s + 0.2 * spent
             ticket.moved = moved
             if self.span is not None:
-                self.span("copy", f"expert {ticket.unit} of {ticket.layer}", begin, begin + spent)
+                self.span("copy", f"expert {ticket.unit} of {self._layers[arena]}", begin, begin + spent)
 
         self._give(task, urgent=urgent)
         return ticket

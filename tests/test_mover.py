@@ -123,7 +123,7 @@ def moving():
     movers = []
 
     def make(gate):
-        movers.append(Mover(gate))
+        movers.append(Mover(gate, (0,)))
         return movers[-1]
 
     yield make

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from dynajax.config import ModelSpec
 from dynajax.models.decoder import AnyAttention, RoutingBlock, add_ffn
 from dynajax.ops.experts import grouped_experts, routed_experts
-from dynajax.ops.linear import contract
 from dynajax.programs.bodies import Parts, attend_chunk, attend_rows, embed_rows, head
+from predictors.routing import corrected
 
 HostExperts = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # h, ids, weights, active -> y_cold
 
@@ -60,12 +60,9 @@ def experts_chunk(xs, h, parts: Parts, slots, rows, weights, start, *, spec: Mod
 
 
 def foretell(routing: RoutingBlock, h, shift, down, up):
-    """Where tokens are expected to go in a later layer, by its router: h [B,D] corrected by shift [D] and, with r > 0,
-    by up [D,r] times down [r,D] -> experts [B,K] int32."""
-    guess = h + shift[None, :]
-    if down.shape[0]:
-        guess = guess + contract("BR,DR->BD", contract("BD,RD->BR", h, down), up)
-    return routing.route(routing.logits(guess))[0]
+    """Where tokens are expected to go in a later layer, by its router: h [B,D] corrected (`predictors.routing`) by
+    shift [D], down [r,D] and up [D,r] -> experts [B,K] int32."""
+    return routing.route(routing.logits(corrected(h, shift, down, up)))[0]
 
 
 def token_rows(ends, blocks, caches, pools, hosts: Sequence[HostExperts | None], state, *, prefix: int):

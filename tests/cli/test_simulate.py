@@ -12,6 +12,8 @@ import pytest
 from dynajax.cli import simulate, simulate_trace
 from dynajax.sim import compare, paper, synthetic, whatif
 from dynajax.sim.compare import SYSTEMS
+from dynajax.sim.experts import paper as dali
+from dynajax.sim.experts import published, seed
 from dynajax.sim.published import ABLATION, ROWS
 from dynajax.trace import DECODE, PREFILL, Head, Recorder
 
@@ -297,10 +299,32 @@ def some_cells(model: str) -> list[paper.Cell]:
     return found
 
 
+def some_mixture_cells(model: str) -> list[paper.Cell]:
+    """A figure of every kind of experts."""
+    found, row = [], f"dali-pc/{model}/batch 32"
+    for table in ("moe_decode_tok_s_row", "moe_prefill_tok_s", "moe_loads"):
+        for system, value in (("ktransformers", 2.0), ("dali", 3.0), ("ours", 4.0), ("bound", 5.0)):
+            told = published.ROW_TOK_S[model].get(system) if table == "moe_decode_tok_s_row" else None
+            found.append(paper.Cell(table=table, row=row, system=system, published=told, simulated=value))
+    for system, value in (("dali", 1.5), ("ours", 2.0)):
+        of = f"decode over ktransformers/{model}/batch 32"
+        found.append(paper.Cell(table="moe_over", row=of, system=system, published=None, simulated=value))
+        found.append(paper.Cell(table="moe_sensitivity", row=f"{row}/share=0.5", system=system, published=None,
+                                simulated=2 * value))  # fmt: skip
+    return found
+
+
+def some_seed_cells() -> list[paper.Cell]:
+    return [paper.Cell(table="moe_seed", row=f"{figure}/synthetic m, batch 1", system="ours", simulated=0.5,
+                       published=None) for figure in seed.DEFINITIONS]  # fmt: skip
+
+
 @pytest.fixture
 def few_cells(monkeypatch):
     monkeypatch.setattr(simulate, "workers", lambda: ThreadPoolExecutor(2))
     monkeypatch.setattr(paper, "cells_of", some_cells)
+    monkeypatch.setattr(dali, "mixture_cells_of", some_mixture_cells)
+    monkeypatch.setattr(seed, "seed_cells", some_seed_cells)
     monkeypatch.setattr(synthetic, "checked", lambda recipe: (synthetic.Figure("recall", 0.9, 0.95, 0.99, False),))
 
 
@@ -308,11 +332,11 @@ def test_the_tables_of_the_paper(command, few_cells, tmp_path):
     out = tmp_path / "tables.md"
     ended = command("simulate", "--table", "paper", "--out", out)
     assert ended.code == 0, ended.err
-    assert ended.err.endswith(f"simulated tables, written to {out}\n") and ended.err.count("\n") == 6
+    assert ended.err.endswith(f"simulated tables, written to {out}\n") and ended.err.count("\n") == 6 + 4
     assert out.read_text() == ended.out and list(tmp_path.iterdir()) == [out]
     headings = [line for line in ended.out.splitlines() if line.startswith("#")]
     assert ended.out.count("| 0.900 to 0.950 | 0.990 | published |    NO |") == 5
-    assert len(headings) == 9 and all("simulated" in line.lower() for line in headings)
+    assert len(headings) == 9 + 8 and all("simulated" in line.lower() for line in headings)
     assert "| 15.5 / 17.1 / +10.0% |" in ended.out  # PowerInfer, 13B, PC-High
     assert "11 constants fitted to 18 figures" in ended.out
     (lam,) = (line for line in ended.out.splitlines() if line.startswith("| lam "))
@@ -321,13 +345,30 @@ def test_the_tables_of_the_paper(command, few_cells, tmp_path):
         assert constant in ended.out
 
 
+def test_dalis_tables_follow_those_of_neurons(command, few_cells):
+    text = command("simulate", "--table", "paper").out
+    neurons, experts = " ".join(text.split()).split("# Simulated mixtures of experts")
+    assert "moe_" not in experts and "Constants of the simulated systems" in neurons
+    assert "| decode over ktransformers | 2.16 | 1.50 | 2.00 | - | -31% |" in experts
+    assert "| dali-pc/qwen3-30b-a3b/batch 32 | 2.00 | 1.96 / 3.00 | 4.00 | 5.00 |" in experts
+    assert "MoE-Lightning" in experts and "not modelled" in experts and "3.00 (+0%)" in experts
+    for figure, words in (*seed.DEFINITIONS.items(), *seed.VERDICTS.items()):
+        assert f"**{figure}**" in experts and words in experts
+    assert "GLaM" in experts and "has no public weights" in experts
+
+
 def test_the_json_of_the_paper(command, few_cells):
     ended = command("simulate", "--table", "paper", "--json")
     rows = ended.json("simulate")["rows"]
     assert {row["row"] for row in rows if row["table"] == "decode_tok_s"} == {row.name for row in ROWS}
     row = next(row for row in rows if row["system"] == "llama.cpp")
     assert row["error"] == pytest.approx(0.1) and row["published"] == 9.7
-    assert ended.err.count("simulated ") == len({row.model for row in ROWS})
+    assert ended.err.count("simulated ") == len({row.model for row in ROWS}) + len(published.MODELS) + 1
+    assert {row["table"] for row in rows if row["table"].startswith("moe_")} == {
+        "moe_decode_tok_s_row", "moe_prefill_tok_s", "moe_loads", "moe_over", "moe_sensitivity", "moe_over_mean",
+        "moe_seed"}  # fmt: skip
+    mean = next(row for row in rows if row["table"] == "moe_over_mean" and row["system"] == "dali")
+    assert (mean["published"], mean["simulated"]) == (2.16, 1.5)
 
 
 def test_work_is_spread_over_processes(capfd):

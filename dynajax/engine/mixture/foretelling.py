@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from dynajax.engine.mixture.layers import MixtureLayers
 from dynajax.engine.prediction import find_folder
 from dynajax.errors import UsageError
-from predictors.routing import Correction, corrected, load_corrections
+from predictors.routing import Correction, load_corrections
 
 log = logging.getLogger(__name__)
-
-_correct = jax.jit(corrected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,9 +58,6 @@ class Foretellers:
     def ids(self, m: int, h: jax.Array) -> jax.Array:
         """h [B, D], the input of layer m's experts -> experts of the target that its tokens may go to [B, K]."""
         shift, down, up = self.corrections[m]
-        if down.shape[0]:
-            h = _correct(h, shift, down, up)
-            shift, down, up = np.zeros(shift.shape, np.float32), down[:0], up[:, :0]
         layer = self.layers.spec.unit_layers[m + self.lead]
         program = self.layers.programs.get("foretell", down.shape[0])
         return program(self.layers.weights.routing[layer], h, shift, down, up)

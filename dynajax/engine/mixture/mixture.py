@@ -44,7 +44,9 @@ class Mixture:
         layers, moves = self.runner.layers, self.runner.moves
         moves.planner = make_planner(self.prepared, layers.pool, self.frequency)
         if moves.wishes.moves:
-            moves.mover = Mover(UnitTransfer(self.store, layers.programs, self._open_staging()))
+            moves.mover = Mover(
+                UnitTransfer(self.store, layers.programs, self._open_staging()), layers.spec.unit_layers
+            )
             moves.mover.span = self.span
 
     def _open_staging(self) -> Staging:

@@ -34,7 +34,8 @@ def record_experts(parts: Parts, recorder: Recorder) -> None:
     assert isinstance(layers, MixtureLayers) and isinstance(strategy, MixtureStrategy) and spec.experts is not None
     if layers.watch is not None:
         raise UsageError("somebody observes this engine: end that before recording, with observe(None)")
-    telling = foretellers(prepared, layers, moves=True) if strategy.knobs.record_scores else None
+    known = (prepared, layers, parts.config, parts.fingerprint)
+    telling = foretellers(*known) if strategy.knobs.record_scores else None
     head = RoutingHead(
         fingerprint=parts.fingerprint,
         unit_layers=spec.unit_layers,

@@ -56,9 +56,10 @@ def resolve_mixture(config: EngineConfig, spec: ModelSpec, platform: str) -> Mix
         raise UsageError(f"--policy {name} places neurons; for experts there are {', '.join(PRESETS)}")
     wanted = {part: None if value == "auto" else value for part, value in _parts_of(config).items()}
     parts = expert_policy(name, **wanted)
+    changed = [f"{part}={value}" for part, value in wanted.items() if value is not None]
     strategy = MixtureStrategy(
         sparsity=plain if config.sparsity == "auto" else config.sparsity,
-        policy=name,
+        policy="+".join([name, *changed]),
         parts=parts,
         knobs=config.knobs,
         guarded=config.policy == "auto" and not config.deterministic,
