@@ -1,4 +1,4 @@
-"""Routing traces: round trip, what is forgotten, where experts were, bounds of memory, damage, and who may be recorded."""
+"""Routing traces: round trip, what is forgotten, where experts were, bounds of memory, damage, who may be recorded."""
 
 from dataclasses import replace
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynajax import Engine, worker
+from dynajax import Engine, scheduler, worker
 from dynajax.engine import plans
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.prediction import Predictors
