@@ -66,7 +66,7 @@ class Programs:
         self._leaves = tuple(shape_of(leaf.shape, leaf.dtype) for leaf in leaves)
         self._kv = tuple(shape_of(dims, shapes.dtype) for dims in (shapes.k_shape, shapes.v_shape))
         self._table = shape_of((spec.vocab, spec.hidden), shapes.dtype)
-        learned = () if spec.rope is not None else (shape_of((spec.max_positions, spec.hidden), shapes.dtype),)
+        learned = () if not spec.learned_positions else (shape_of((spec.max_positions, spec.hidden), shapes.dtype),)
         self._tables = (self._table, *learned)
         self._norm = (shape_of((spec.hidden,), shapes.dtype),) * (2 if spec.norm == "layer" else 1)
         self._xs = shape_of((shapes.ctx, spec.hidden))

@@ -142,7 +142,7 @@ def verify(settings: Settings, progress: Progress, on_run: Callable[[Run], None]
 def _check_same_shape(one: Checkpoint, other: Checkpoint) -> None:
     """Copies may differ in the type they are meant for, in special tokens and, if positions rotate, in length."""
     ignored = {"dtype": "float32", "bos_id": None, "eos_ids": ()}
-    if one.spec.rope is not None:
+    if not one.spec.learned_positions:
         ignored["max_positions"] = 1
     if replace(one.spec, **ignored) != replace(other.spec, **ignored):
         raise MismatchError("the two models differ in shape: --against takes another copy of the same model")
