@@ -109,6 +109,11 @@ class ModelSpec:
         return range(0 if self.encoder is None else self.encoder.layers, self.layers)
 
     @property
+    def stepped_units(self) -> range:
+        """The numbers, among the layers that have units, of those in `stepped`."""
+        return range(sum(layer < self.stepped[0] for layer in self.unit_layers), len(self.unit_layers))
+
+    @property
     def learned_positions(self) -> bool:
         """Whether positions are added to the embeddings."""
         return self.rope is None and self.encoder is None

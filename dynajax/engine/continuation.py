@@ -27,8 +27,10 @@ class Continuation:
         tokenizer: Tokenizer | None,
         known: npt.NDArray[np.bool_] | None = None,  # [V] ids that the tokenizer has
         advice: Mapping[str, Any] | None = None,  # generation_config.json
+        source: Sequence[int] | None = None,  # what an encoder reads; the prompt is what the decoder starts with
     ):
         self.prompt = tuple(prompt)
+        self.source = None if source is None else tuple(source)
         self.seed = seed
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = "length" if limit == 0 else None
@@ -43,6 +45,17 @@ class Continuation:
     def text(self) -> str | None:
         """All text so far that is certain and may be shown; None without a tokenizer."""
         return None if self._stream is None else "".join(self._texts)
+
+    @property
+    def prefilled(self) -> tuple[int, ...]:
+        """The tokens that go through the model before the first step: all that was given but the last, which is the
+        step's own; everything, where an encoder reads it."""
+        return self.prompt[:-1] if self.source is None else self.source
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The tokens that the user gave."""
+        return self.prompt if self.source is None else self.source
 
     @property
     def next_id(self) -> int:

@@ -123,6 +123,8 @@ class Engine:
         """
         with self._turn:
             parts = self._open_parts()
+            if parts.prepared.spec.encoder is not None:
+                raise UsageError(f"{parts.prepared.model} has an encoder: it writes and does not score what it reads")
             ids, ctx = parts.encode(text), parts.prepared.ctx
             if len(ids) > ctx:
                 raise UsageError(f"the text has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
@@ -267,8 +269,8 @@ class Engine:
             if self._stopped:
                 raise _Stopped
 
-        if len(row.prompt) > 1:
-            parts.stepper.prefill(index, row.prompt[:-1], on_part)
+        if row.prefilled:
+            parts.stepper.prefill(index, row.prefilled, on_part)
         else:
             on_part(1, 1)  # the only token is the first step's
 
@@ -294,9 +296,12 @@ class Engine:
         ctx = parts.prepared.ctx
         if len(ids) > ctx:
             raise UsageError(f"the prompt has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
-        limit = min(params.max_new_tokens, ctx - len(ids))
+        encoder = parts.prepared.spec.encoder
+        prompt_ids, source = (ids, None) if encoder is None else ([encoder.start_id], ids)
+        room = ctx - len(ids) if encoder is None else ctx  # the start is not among the new ones
+        limit = min(params.max_new_tokens, room)
         return Continuation(
-            ids,
+            prompt_ids,
             params,
             seed,
             limit=limit,
@@ -304,6 +309,7 @@ class Engine:
             tokenizer=parts.tokenizer,
             known=parts.known,
             advice=parts.prepared.advice,
+            source=source,
         )
 
 
