@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,9 @@ class Continuation:
         tokenizer: Tokenizer | None,
         known: npt.NDArray[np.bool_] | None = None,  # [V] ids that the tokenizer has
         advice: Mapping[str, Any] | None = None,  # generation_config.json
-        source: Sequence[int] | None = None,  # what an encoder reads; the prompt is what the decoder starts with
     ):
         self.prompt = tuple(prompt)
-        self.source = None if source is None else tuple(source)
+        self.source: tuple[int, ...] | None = None  # what an encoder reads; the prompt is what the decoder starts with
         self.seed = seed
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = "length" if limit == 0 else None
@@ -40,6 +39,13 @@ class Continuation:
         self._stream = tokenizer.stream(prompt) if tokenizer else None
         self._stops = StopFilter(params.stop)
         self._texts: list[str] = []
+
+    @classmethod
+    def behind(cls, source: Sequence[int], start_id: int, params: SamplingParams, seed: int, **rest: Any) -> Self:
+        """Of what an encoder reads; rest: as `Continuation`."""
+        made = cls((start_id,), params, seed, **rest)
+        made.source = tuple(source)
+        return made
 
     @property
     def text(self) -> str | None:

@@ -297,20 +297,16 @@ class Engine:
         if len(ids) > ctx:
             raise UsageError(f"the prompt has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
         encoder = parts.prepared.spec.encoder
-        prompt_ids, source = (ids, None) if encoder is None else ([encoder.start_id], ids)
-        room = ctx - len(ids) if encoder is None else ctx  # the start is not among the new ones
-        limit = min(params.max_new_tokens, room)
-        return Continuation(
-            prompt_ids,
-            params,
-            seed,
-            limit=limit,
-            eos_ids=parts.prepared.eos_ids,
-            tokenizer=parts.tokenizer,
-            known=parts.known,
-            advice=parts.prepared.advice,
-            source=source,
-        )
+        settings: dict[str, Any] = {
+            "eos_ids": parts.prepared.eos_ids,
+            "tokenizer": parts.tokenizer,
+            "known": parts.known,
+            "advice": parts.prepared.advice,
+        }
+        if encoder is not None:  # what the decoder starts with is not among the new tokens, and both sides have `ctx`
+            limit = min(params.max_new_tokens, ctx)
+            return Continuation.behind(ids, encoder.start_id, params, seed, limit=limit, **settings)
+        return Continuation(ids, params, seed, limit=min(params.max_new_tokens, ctx - len(ids)), **settings)
 
 
 class _Stopped(Exception):

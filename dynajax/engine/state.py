@@ -10,7 +10,8 @@ from dynajax.programs import Shapes
 
 
 class DeviceState:
-    """Caches of every layer that decodes, behind an encoder also those of what that saw, the workspace of a prompt's residual stream, and the tally of live slots."""
+    """Caches of every layer that decodes (behind an encoder also of what that saw), the workspace of a prompt's
+    residual stream, and the tally of live slots."""
 
     def __init__(self, shapes: Shapes):
         spec = shapes.spec

@@ -67,6 +67,7 @@ class DecoderBlock(AttentionBlock):
         """x [B,T,D] with its own attention's output [B,T,N,H] and that over keys and values of the encoder [B,S,KV,H],
         the first lengths [B] of each row -> x, and the FFN's input h [B,T,D]."""
         spec = self.spec
+        assert self.ffn_norm is not None
         x, _ = self.merge(x, mixed)
         h = normed(spec, x, self.cross_norm, None)
         q = contract("BTD,OD->BTO", h, self.cross_q[...]).reshape(*h.shape[:2], spec.heads, spec.head_dim)
@@ -103,6 +104,7 @@ class EncoderDecoder(nnx.Module):
         x = embed(spec, self.embed[...], None, target, positions)
         for layer in spec.stepped:
             block = self.attention[layer]
+            assert isinstance(block, DecoderBlock)
             q, k, v = block.project(x, positions)
             x, h = block.look(x, block.mix(q, k, v, positions), *block.remember(seen), lengths)
             x = add_ffn(spec, x, self.ffn[layer](h)[0])
@@ -113,6 +115,8 @@ class EncoderDecoder(nnx.Module):
         spec = self.spec
         x = embed(spec, self.embed[...], None, source, jnp.zeros_like(source))
         for layer in range(spec.stepped[0]):
-            x, h = self.attention[layer].read(x, lengths)
+            block = self.attention[layer]
+            assert isinstance(block, EncoderBlock)
+            x, h = block.read(x, lengths)
             x = add_ffn(spec, x, self.ffn[layer](h)[0])
         return normed(spec, x, self.encoder_norm, None)

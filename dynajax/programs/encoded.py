@@ -34,6 +34,11 @@ class EncodedPrograms(MixturePrograms):
     def _block_of(self) -> DecoderBlock:
         return DecoderBlock(self.shapes.spec, nnx.Rngs(0), self.shapes.weight_type)
 
+    def _decoder(self, leaves) -> DecoderBlock:
+        block = self._merge(leaves)
+        assert isinstance(block, DecoderBlock)
+        return block
+
     def names_of(self, layer: int) -> tuple[str, ...]:
         """The parameters of a layer's block of attention, in the order of its leaves."""
         return self.leaf_names if layer in self.shapes.spec.stepped else self._encoder_names
@@ -53,20 +58,20 @@ class EncodedPrograms(MixturePrograms):
 
     def remember(self, size: int) -> jax.stages.Lowered:
         def run(leaves, k, v, xs, row):
-            return bodies.remember(self._merge(leaves), k, v, xs, row, size=size)
+            return bodies.remember(self._decoder(leaves), k, v, xs, row, size=size)
 
         return jax.jit(run, donate_argnums=(1, 2)).lower(self._leaves, *self._kv, self._xs, INT)
 
     def attend_rows(self, prefix: int) -> jax.stages.Lowered:
         def run(leaves, k, v, x, y_cold, positions, *source):
-            return bodies.attend_rows(self._merge(leaves), k, v, x, y_cold, positions, source, prefix=prefix)
+            return bodies.attend_rows(self._decoder(leaves), k, v, x, y_cold, positions, source, prefix=prefix)
 
         args = (self._leaves, *self._kv, self._rows, self._rows, self._ids, *self._source)
         return jax.jit(run, donate_argnums=(1, 2)).lower(*args)
 
     def route_rows(self, prefix: int) -> jax.stages.Lowered:
         def run(leaves, routing, k, v, x, y_cold, positions, *source):
-            blocks = self._merge(leaves), self._block("experts", routing)
+            blocks = self._decoder(leaves), self._block("experts", routing)
             return bodies.route_rows(*blocks, k, v, x, y_cold, positions, source, prefix=prefix)
 
         args = (self._leaves, self._routing["experts"][2], *self._kv, self._rows, self._rows, self._ids, *self._source)
@@ -78,7 +83,7 @@ class EncodedPrograms(MixturePrograms):
 
         def run(handle, ends, leaves, caches, pools, start, tally, positions, active, where, *source):
             blocks = [
-                (self._merge(mine), self._block(kind, theirs))
+                (self._decoder(mine), self._block(kind, theirs))
                 for kind, mine, theirs in zip(kinds, *leaves, strict=True)
             ]
             state = (start, tally, positions, active, where)

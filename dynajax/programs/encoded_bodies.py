@@ -1,7 +1,7 @@
 """What the programs of a model with an encoder compute beside those of `mixture_bodies`.
 
-The encoder reads a whole prompt [T, D] of one sequence at once, in the workspace `xs`. What comes out of it becomes keys
-and values of every decoder layer, which decoding looks at and never writes.
+The encoder reads a whole prompt [T, D] of one sequence at once, in the workspace `xs`. What comes out of it becomes
+keys and values of every decoder layer, which decoding looks at and never writes.
 """
 
 from __future__ import annotations
