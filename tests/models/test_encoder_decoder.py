@@ -1,6 +1,7 @@
 """The model with an encoder as flax modules, against the float64 forward; its relative positions and full experts."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -39,13 +40,13 @@ def test_it_equals_the_float64_forward(tmp_path, capacity):
     logits = nnx.jit(lambda model, *given: model(*given))(model, jnp.asarray(source), lengths, jnp.asarray(target))
     for row, ids in enumerate(SOURCES):
         expected = switch_logits(folder, ids, TARGET, at_once=True)
-        near = {"rtol": 1e-4, "atol": 2e-5 * np.abs(expected).max()}
-        np.testing.assert_allclose(logits[row], expected, **near)
+        near = partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5 * np.abs(expected).max())
+        near(logits[row], expected)
         with pytest.raises(AssertionError):
-            np.testing.assert_allclose(logits[row], np.roll(expected, 1, axis=1), **near)
+            near(logits[row], np.roll(expected, 1, axis=1))
         if capacity == 5:
             with pytest.raises(AssertionError):
-                np.testing.assert_allclose(logits[row], switch_logits(folder, ids, TARGET), **near)
+                near(logits[row], switch_logits(folder, ids, TARGET))
 
 
 @pytest.mark.parametrize(("kind", "layer"), [(EncoderBlock, 1), (DecoderBlock, 6)])

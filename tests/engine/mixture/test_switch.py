@@ -4,6 +4,7 @@ of the float64 forward that reads the files; experts that are full drop the same
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -13,6 +14,7 @@ from dynajax.budget import dense_bytes, kv_bytes
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
 from dynajax.engine.mixture.encoded import first_come
+from dynajax.engine.result import Result
 from dynajax.errors import UsageError
 from dynajax.ops.routing import first_come as first_come_on_device
 from dynajax.testing import make_switch
@@ -141,6 +143,7 @@ def test_generate(folder):
             assert result.token_ids == greedy(folder, source, 8)
             assert result.prompt_tokens == len(source)
         units = results[0].units
+        assert units.hot_share is not None and units.hot_share_layers_ge_1 is not None
         assert units.kind == "expert" and 0 < units.hot_share < 1 and units.live_per_token == 2
         assert units.density == pytest.approx(1 / 4) and 0 <= units.hot_share_layers_ge_1 <= 1
         assert engine.stats()["units_per_layer"] == 4 and len(engine.stats()["pool_slots"]) == 4
@@ -156,6 +159,7 @@ def test_greedy_tokens_are_those_of_transformers(folder, policy):
     with opened(folder, 0.5, policy=policy, batch=3) as parts:
         engine = Engine(parts)
         found = engine.generate([source.tolist() for source in SOURCES], max_new_tokens=24, temperature=0)
+        assert isinstance(found, list)
     for result, source in zip(found, SOURCES, strict=True):
         theirs = model.generate(torch.tensor(source[None, :]), max_new_tokens=24, do_sample=False, use_cache=True)
         assert result.token_ids == tuple(theirs[0, 1:].tolist())
@@ -164,6 +168,7 @@ def test_greedy_tokens_are_those_of_transformers(folder, policy):
 def test_the_context_bounds_both_sides(folder):
     with Engine.from_pretrained(str(folder), ctx=16) as engine:
         result = engine.generate(SOURCES[0][:16].tolist(), max_new_tokens=40, temperature=0, ignore_eos=True)
+        assert isinstance(result, Result)
         assert (result.prompt_tokens, len(result.token_ids), result.finish_reason) == (16, 16, "length")
         with pytest.raises(UsageError, match="the prompt has 17 tokens"):
             engine.generate(SOURCES[0][:17].tolist())
@@ -220,5 +225,5 @@ def test_first_come_is_the_same_on_both_sides():
     for _ in range(20):
         ids = rng.integers(0, 5, rng.integers(1, 60)).astype(np.int32)
         capacity = int(rng.integers(1, 12))
-        taken = np.asarray(first_come_on_device(ids[None, :, None], 5, capacity))[0, :, 0]
+        taken = np.asarray(first_come_on_device(jnp.asarray(ids[None, :, None]), 5, capacity))[0, :, 0]
         assert first_come(ids, capacity).tolist() == np.flatnonzero(taken).tolist()
