@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dynajax.checkpoint import Checkpoint
 from dynajax.reference import encoded_forward
 from dynajax.reference.switch import bucket, is_sparse
 from dynajax.testing.switch import SWITCH, make_switch, switch_logits
@@ -124,6 +125,21 @@ def test_transformers_agrees(tmp_path, changes):
     if "expert_capacity" in changes:  # and it is more than a little
         plain = switch_logits(folder, SOURCE, TARGET)
         assert changed(expected, plain) > 1e-2
+
+
+@pytest.mark.slow
+def test_what_transformers_saves_is_read(tmp_path):
+    """With its own spelling of config.json, and the one table under one name."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = make_switch(tmp_path / "made", seed=3)
+    kind = transformers.SwitchTransformersForConditionalGeneration
+    kind.from_pretrained(folder, dtype=torch.float32).save_pretrained(tmp_path / "saved")
+    made, saved = Checkpoint.open(folder), Checkpoint.open(tmp_path / "saved")
+    assert made.spec == saved.spec and made.parameters == saved.parameters
+    np.testing.assert_array_equal(
+        switch_logits(folder, SOURCE, TARGET), switch_logits(tmp_path / "saved", SOURCE, TARGET)
+    )
 
 
 def test_the_file_is_what_the_family_says(tmp_path):

@@ -6,6 +6,7 @@ step     as `mixture.layers`, from the decoder's first layer on
 
 from __future__ import annotations
 
+import time
 from typing import final
 
 import jax
@@ -57,7 +58,12 @@ class EncodedLayers(MixtureLayers):
         """One layer of the encoder: -> the host's share of its FFN [T, D], zeros where it has none."""
         _, size, count = piece
         read, routing = self.programs.get("read", self.programs.kind(layer), size), self.weights.routing[layer]
+        if self.lanes is not None:
+            self.lanes.settle()
+        begin = time.perf_counter()
         state.xs, h, *wanted = read(self.weights.layers[layer], routing, state.xs, y_cold, np.int32(count))
+        if self.lanes is not None:
+            self.lanes.device(f"read {layer}", begin, h)
         self._always_chunks(state, layer, [(h, None)], [piece])
         y = np.zeros((size, self.spec.hidden), np.float32)
         if (m := self.number(layer)) is None:
@@ -81,7 +87,11 @@ class EncodedLayers(MixtureLayers):
             self.watch(seen_of(self.spec, m, hidden, routed))
         sides = self._sides(m, routed.counts(self.spec.units))
         self._on_device(state, m, sides, [(routed, h, 0)])
-        return self.cold.run(m, hidden, routed, sides.cold)
+        begin = time.perf_counter()
+        y = self.cold.run(m, hidden, routed, sides.cold)
+        if self.lanes is not None:
+            self.lanes.host(f"cold experts {self.spec.unit_layers[m]}", begin)
+        return y
 
 
 def first_come(ids: I32, capacity: int) -> npt.NDArray[np.int64]:

@@ -15,11 +15,14 @@ from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
 from dynajax.engine.mixture.encoded import first_come
 from dynajax.engine.result import Result
+from dynajax.engine.seeing import trace
 from dynajax.errors import UsageError
 from dynajax.ops.routing import first_come as first_come_on_device
 from dynajax.testing import make_switch
 from dynajax.testing.switch import switch_logits
+from dynajax.timeline import Timeline
 from dynajax.trace import Recorder
+from dynajax.verify import Settings, verify
 from tests.engine.mixture.zoo import CTX, assert_close, opened
 
 RNG = np.random.default_rng(7)
@@ -182,6 +185,38 @@ def test_what_is_refused(folder):
             engine.score([3, 4, 5])
         with pytest.raises(UsageError, match="is not recorded"):
             engine.record(Recorder())
+
+
+def test_other_commands_say_that_they_do_not_know_encoders(folder):
+    with pytest.raises(UsageError, match="cannot be verified yet"):
+        verify(Settings(model=str(folder), config=EngineConfig()), lambda *progress: None, lambda run: None)
+
+
+@pytest.mark.parametrize(("dtype", "worst"), [("bfloat16", 0.05), ("float16", 0.01)])
+def test_types_of_16_bits(folder, expected, dtype, worst):
+    """As far off as their rounding; another position is farther. In the third step two experts are so near each other
+    that rounding decides, in one layer."""
+    steps = [step for step in range(len(TARGETS[0])) if step != 2]
+    with opened(folder, 1.0, dtype=dtype, host_dtype=dtype) as parts:
+        read(parts, [0])
+        for step, token in enumerate(TARGETS[0].astype(np.int32)):
+            logits = parts.stepper.step(np.array([token]), np.array([step], np.int32), np.ones(1, np.bool_))[0]
+            far = [np.abs(logits - one).max() / np.abs(one).max() for one in expected[0]]
+            assert step not in steps or far[step] < worst < min(far[:step] + far[step + 1 :])
+        memory = parts.memory_figures()
+        assert memory["peak_bytes"] <= memory["plan_bytes"] <= memory["budget_bytes"]
+
+
+@pytest.mark.parametrize("policy", ["static", "scan"])
+def test_a_timeline_changes_nothing(folder, expected, policy):
+    timeline = Timeline()
+    with opened(folder, 0.5, policy=policy, host_mode="threads") as parts:
+        trace(parts, timeline)
+        read(parts, [0])
+        write(parts, [0], expected, steps=2)
+        trace(parts, None)
+    names = {name for _, name, *_ in timeline.spans()}
+    assert {"read 0", "read 3", "attend 4", "attend 7", "head"} <= names and "attend 0" not in names
 
 
 def test_observers_see_every_layer_with_experts(folder):
