@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dynajax.checkpoint import Checkpoint, read_spec
+from dynajax.checkpoint.aliases import HUB, runnable
 from dynajax.checkpoint.mapping import declared_parameters, expected
 from dynajax.checkpoint.spec import spec_of
 from dynajax.config import EncoderSpec, ExpertSpec, ModelSpec, RouterSpec
@@ -129,6 +130,10 @@ def test_copies_of_the_embedding_are_no_trouble(tmp_path):
     names = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     save_file(stored | {name: stored["shared.weight"].copy() for name in names}, folder / "model.safetensors")
     assert Checkpoint.open(folder).parameters == sum(value.size for value in stored.values())
+
+
+def test_it_has_an_alias():
+    assert HUB["switch-base-8"] == "google/switch-base-8" and "switch-base-8" in runnable()
 
 
 def test_switch_base_8_by_its_published_sizes():

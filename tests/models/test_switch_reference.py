@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +107,8 @@ def test_transformers_agrees(tmp_path, changes):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     dropped = [name for name, value in changes.items() if value is ...]
-    folder = make_switch(tmp_path, seed=3, **{name: value for name, value in changes.items() if value is not ...})
+    settings: dict[str, Any] = {name: None if value is ... else value for name, value in changes.items()}
+    folder = make_switch(tmp_path, seed=3, **settings)
     if dropped:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in dropped}))

@@ -97,6 +97,15 @@ def test_rows_with_prompts_of_their_own(folder, expected, policy, share):
             assert parts.mixture.runner.moves.books.loads.sum() > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["dali", "hybrimoe", "bandwidth-split", "fiddler", "lfu", "layer-split"])
+def test_no_policy_changes_an_answer(folder, expected, policy):
+    with opened(folder, 0.5, policy=policy, batch=3) as parts:
+        assert parts.policy == policy
+        read(parts, [2, 0, 1])
+        write(parts, [0, 1, 2], expected)
+
+
 def test_the_comparison_notices_other_rows_and_positions(folder, expected):
     with opened(folder, 0.5, batch=3) as parts:
         read(parts, [0, 1, 2])
