@@ -20,15 +20,16 @@ def dense_bytes(spec: ModelSpec, dtype: str) -> int:
     An untied embedding table stays on the host, and learned positions with it; a tied one is the head and counts once.
     """
     count = spec.layers * spec.block_parameters + spec.norm_parameters + spec.hidden * spec.vocab
+    count += spec.cross_parameters
     count += sum(map(spec.always_parameters, range(spec.layers))) + (spec.position_parameters if spec.tied else 0)
     wider = DTYPE_BYTES[spec.routing_dtype("router", dtype)] - DTYPE_BYTES[dtype]
     return count * DTYPE_BYTES[dtype] + len(spec.unit_layers) * spec.router_parameters * wider
 
 
 def kv_bytes(spec: ModelSpec, dtype: str, ctx: int, batch: int) -> int:
-    """Keys and values of all layers; with latents these, once."""
-    width = spec.cache_heads * (spec.key_width + spec.value_width)
-    return spec.layers * batch * ctx * width * DTYPE_BYTES[dtype]
+    """Keys and values of all layers that decode, behind an encoder also of what that saw; with latents these, once."""
+    width = spec.cache_heads * (spec.key_width + spec.value_width) * (1 if spec.encoder is None else 2)
+    return len(spec.stepped) * batch * ctx * width * DTYPE_BYTES[dtype]
 
 
 def unit_bytes(spec: ModelSpec, dtype: str) -> int:

@@ -26,8 +26,8 @@ HUB = {  # alias -> repository on the Hugging Face hub
     "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0125",
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
     "granite-1b-a400m": "ibm-granite/granite-3.1-1b-a400m-base",
+    "switch-base-8": "google/switch-base-8",
 }
-EXPERTS = ("switch-base-8",)  # mixtures of experts known by name, not run by this version
 PREDICTOR_REPOS = {  # alias -> repository of model_<layer>.pt pickles, trained for that model
     "relullama-7b": "PowerInfer/ReluLLaMA-7B-Predictor",
     "relullama-13b": "PowerInfer/ReluLLaMA-13B-Predictor",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dynajax.checkpoint.family import QWEN_READS, Family, Traits, biases, no_sliding_window
 from dynajax.checkpoint.fields import Fields, found
 from dynajax.checkpoint.mixtures import MIXTURES
+from dynajax.checkpoint.switch import SWITCH
 from dynajax.checkpoint.wording import quoted
 
 
@@ -119,4 +120,5 @@ FAMILIES: dict[str, Family] = {
         traits=_falcon,
     ),
     **MIXTURES,
+    **SWITCH,
 }

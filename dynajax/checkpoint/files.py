@@ -100,7 +100,7 @@ class Checkpoint:
 
     def positions(self, dtype: str) -> npt.NDArray | None:
         """Learned positions [P, D]; None where the model rotates instead."""
-        return None if self.spec.rope is not None else self._read("positions", dtype)[mapping.LEARNED_OFFSET :]
+        return self._read("positions", dtype)[mapping.LEARNED_OFFSET :] if self.spec.learned_positions else None
 
     def head(self, dtype: str) -> npt.NDArray | None:
         """The output projection [V, D]; None when it is tied to the embedding."""
@@ -111,9 +111,13 @@ class Checkpoint:
         parts = ("norm", "norm_bias") if self.spec.norm == "layer" else ("norm",)
         return tuple(self._read(part, dtype) for part in parts)
 
+    def encoder_norm(self, dtype: str) -> npt.NDArray:
+        """The norm behind an encoder [D]."""
+        return self._read("encoder_norm", dtype)
+
     def attention(self, layer: int, dtype: str) -> dict[str, npt.NDArray]:
-        """One layer's attention and norms, under the parameter names of `AttentionBlock` or `LatentAttentionBlock`."""
-        parts = mapping.attention_parts(self.spec)
+        """One layer's attention and norms, under the parameter names of its block (see `models`)."""
+        parts = mapping.attention_parts(self.spec, layer)
         fused = {name: self._read(name, dtype, layer) for name in ("qkv", "kv_up") if (name, layer) in self.tensors}
         weights = {}
         for part in parts:
@@ -122,7 +126,8 @@ class Checkpoint:
                 rows = mapping.fused_rows(part, self.spec)
                 weights[part] = np.concatenate([fused[stored_as][taken] for taken in rows])
             else:
-                weights[part] = self._read(stored_as, dtype, layer)
+                holder = mapping.stack_of(self.spec, layer) if part == "relative" else layer
+                weights[part] = self._read(stored_as, dtype, holder)
         return weights
 
     def routing(self, layer: int, dtype: str) -> dict[str, npt.NDArray]:

@@ -4,7 +4,7 @@ Letters: V vocabulary, D hidden, F FFN neurons, H head size, Q = heads x H, K = 
 keys and values in one matrix), S = learned positions with the two rows that nothing uses. Mixtures of experts: E
 experts, W an expert's neurons, U = 2 W (gate and up in one matrix), X the shared expert's neurons, I = 1. Latents: A
 their size for queries, C that for keys and values, B = C + the rotated key, G what C becomes (keys and values of all
-heads), Y the values of all heads.
+heads), Y the values of all heads. Relative positions: R buckets, N heads.
 """
 
 from __future__ import annotations
@@ -91,6 +91,32 @@ _DEEPSEEK = {
     "shared_up": Place(_LAYER + "mlp.shared_experts.up_proj.weight", "XD"),
     "shared_down": Place(_LAYER + "mlp.shared_experts.down_proj.weight", "DX"),
 }
+_SWITCH_FFN = "{stack}.block.{block}.layer.{half}."  # behind one attention in an encoder, behind two in a decoder
+_SWITCH_SELF = "{stack}.block.{block}.layer.0."
+_SWITCH_CROSS = "{stack}.block.{block}.layer.1."
+_SWITCH = {
+    "embed": Place("shared.weight", "VD"),
+    "attention_norm": Place(_SWITCH_SELF + "layer_norm.weight", "D"),
+    "q": Place(_SWITCH_SELF + "SelfAttention.q.weight", "QD"),
+    "k": Place(_SWITCH_SELF + "SelfAttention.k.weight", "KD"),
+    "v": Place(_SWITCH_SELF + "SelfAttention.v.weight", "KD"),
+    "o": Place(_SWITCH_SELF + "SelfAttention.o.weight", "DQ"),
+    "relative": Place(_SWITCH_SELF + "SelfAttention.relative_attention_bias.weight", "RN"),
+    "cross_norm": Place(_SWITCH_CROSS + "layer_norm.weight", "D"),
+    "cross_q": Place(_SWITCH_CROSS + "EncDecAttention.q.weight", "QD"),
+    "cross_k": Place(_SWITCH_CROSS + "EncDecAttention.k.weight", "KD"),
+    "cross_v": Place(_SWITCH_CROSS + "EncDecAttention.v.weight", "KD"),
+    "cross_o": Place(_SWITCH_CROSS + "EncDecAttention.o.weight", "DQ"),
+    "ffn_norm": Place(_SWITCH_FFN + "layer_norm.weight", "D"),
+    "up": Place(_SWITCH_FFN + "mlp.wi.weight", "FD"),
+    "down": Place(_SWITCH_FFN + "mlp.wo.weight", "DF"),
+    "router": Place(_SWITCH_FFN + "mlp.router.classifier.weight", "ED"),
+    "expert_up": Place(_SWITCH_FFN + "mlp.experts.expert_{expert}.wi.weight", "WD"),
+    "expert_down": Place(_SWITCH_FFN + "mlp.experts.expert_{expert}.wo.weight", "DW"),
+    "encoder_norm": Place("encoder.final_layer_norm.weight", "D"),
+    "norm": Place("decoder.final_layer_norm.weight", "D"),
+    **_HEAD,
+}
 PLACES: dict[Layout, dict[str, Place]] = {
     "llama": _LLAMA,
     "opt": {
@@ -123,6 +149,7 @@ PLACES: dict[Layout, dict[str, Place]] = {
     "qwen_moe": _QWEN_MOE,
     "deepseek": _DEEPSEEK,
     "granitemoe": _GRANITE_MOE,
+    "switch": _SWITCH,
 }
 LEARNED_OFFSET = 2  # OPT's position p is row p + 2
 
@@ -130,6 +157,7 @@ OUTER = r"(?:module\.|_orig_mod\.|language_model\.|model\.language_model\.)?"  #
 _PREFIXES: dict[Layout, tuple[str, str]] = {
     "opt": ("model.decoder.", r"(?:model\.)?(?:decoder\.)?"),
     "falcon": ("transformer.", r"(?:transformer\.)?"),
+    "switch": ("", ""),
 }
 
 

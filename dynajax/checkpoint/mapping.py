@@ -11,12 +11,15 @@ from dynajax.config import ModelSpec
 
 # Recomputed from rope_theta; attention masks of old files; TurboSparse's predictors, which only guess what is zero.
 IGNORABLE = ("*rotary_emb.inv_freq", "*.masked_bias", "*.mlp.predictor.fc?.weight")
+# Copies of the one embedding, and a table of old T5 files that no attention between decoder and encoder reads.
+IGNORABLE += ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+IGNORABLE += ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 Key = tuple[str, int | None]  # part and layer
 _EXPERT = re.compile(r"expert_(gate|up|down)\.(\d+)")
 
 
-def attention_parts(spec: ModelSpec) -> tuple[str, ...]:
-    """The parameters of AttentionBlock, or of LatentAttentionBlock, in alphabetical order."""
+def attention_parts(spec: ModelSpec, layer: int = 0) -> tuple[str, ...]:
+    """The parameters of a layer's block of attention (see `models`), in alphabetical order."""
     norms = ["attention_norm"] if spec.shared_norm else ["attention_norm", "ffn_norm"]
     if spec.latent is not None:
         queries = ["q"] if spec.latent.q_rank is None else ["q_down", "q_down_norm", "q_up"]
@@ -27,6 +30,9 @@ def attention_parts(spec: ModelSpec) -> tuple[str, ...]:
     parts += ["q_norm", "k_norm"] if spec.qk_norm or spec.qk_norm_whole else []
     parts += ["o_bias"] if spec.o_bias else []
     parts += ["down_bias"] if spec.ffn_bias else []
+    if spec.encoder is not None:
+        parts += ["relative"]
+        parts += [f"cross_{part}" for part in ("norm", "q", "k", "v", "o")] if layer in spec.stepped else []
     return tuple(sorted(parts))
 
 
@@ -57,6 +63,11 @@ def is_unit_part(part: str, spec: ModelSpec) -> bool:
     if spec.experts is not None:
         return part.startswith("expert")
     return part != "down_bias" and part.removesuffix("_bias") in unit_parts(spec)
+
+
+def stack_of(spec: ModelSpec, layer: int) -> int:
+    """The first layer of the stack that a layer belongs to, which holds the relative positions of all of them."""
+    return spec.stepped[0] if layer in spec.stepped else 0
 
 
 def stored_as(part: str, spec: ModelSpec) -> str:
@@ -97,6 +108,8 @@ def shape_of(part: str, spec: ModelSpec) -> tuple[int, ...]:
     sizes |= {"Z": queries + 2 * keys, "S": spec.max_positions + LEARNED_OFFSET}
     if spec.experts is not None:
         sizes |= {"E": spec.units, "W": spec.unit_rows, "U": 2 * spec.unit_rows, "X": spec.experts.shared_width}
+    if spec.encoder is not None:
+        sizes |= {"R": spec.encoder.buckets, "N": spec.heads}
     if (latent := spec.latent) is not None:
         sizes |= {"A": latent.q_rank or 0, "C": latent.kv_rank, "B": latent.kv_rank + latent.rotary}
         sizes |= {"G": spec.heads * (latent.plain + latent.value), "Y": spec.heads * latent.value}
@@ -111,7 +124,14 @@ def tensor_name(
     prefix = published if prefix is None else prefix
     place, expert = _place(part, spec)
     name = place.merged if merged and place.merged is not None else place.name
-    return (_outer(prefix) if part == "head" else prefix) + name.format(layer=layer, expert=expert)
+    where = {} if spec.encoder is None or layer is None else _in_stack(spec, layer)
+    return (_outer(prefix) if part == "head" else prefix) + name.format(layer=layer, expert=expert, **where)
+
+
+def _in_stack(spec: ModelSpec, layer: int) -> dict[str, str | int]:
+    """What a name says of a layer where there are two stacks; half: of a layer, the one with its FFN."""
+    decoding = layer in spec.stepped
+    return {"stack": "decoder" if decoding else "encoder", "block": layer - stack_of(spec, layer), "half": 1 + decoding}
 
 
 def _place(part: str, spec: ModelSpec) -> tuple[Place, int | None]:
@@ -132,7 +152,7 @@ def prefix_of(names: Iterable[str], spec: ModelSpec) -> str:
 
 def is_merged(names: Collection[str], spec: ModelSpec, prefix: str) -> bool:
     """Whether this file holds a layer's experts as transformers 5 does in memory: three axes, names of its own."""
-    if spec.experts is None:
+    if spec.experts is None or "experts_down" not in PLACES[spec.layout]:
         return False
     return tensor_name("experts_down", spec, spec.experts.layers[0], prefix, merged=True) in names
 
@@ -146,15 +166,16 @@ def _outer(prefix: str) -> str:
 def expected(spec: ModelSpec, *, merged: bool = False) -> dict[Key, tuple[int, ...]]:
     """Every (part, layer) that must be stored -> its shape; a tied model needs no head."""
     once = ["embed", "norm", *(["norm_bias"] if spec.norm == "layer" else [])]
-    once += [] if spec.rope is not None else ["positions"]
+    once += (["positions"] if spec.learned_positions else []) + (["encoder_norm"] if spec.encoder is not None else [])
     once += [] if spec.tied else ["head"]
     keys: list[Key] = [(part, None) for part in once]
-    attention = list(attention_parts(spec))
-    if spec.experts is None:
-        attention += [*unit_parts(spec), *(f"{part}_bias" for part in unit_parts(spec) if spec.ffn_bias)]
-    stored = list(dict.fromkeys(stored_as(part, spec) for part in attention))  # fused ones once
+    units = [*unit_parts(spec), *(f"{part}_bias" for part in unit_parts(spec) if spec.ffn_bias)]
     experts = _expert_parts(spec, merged)
     for layer in range(spec.layers):
+        attention = [*attention_parts(spec, layer), *(units if spec.experts is None else [])]
+        stored = dict.fromkeys(stored_as(part, spec) for part in attention)  # fused ones once
+        if layer != stack_of(spec, layer):
+            stored.pop("relative", None)
         parts = [*stored, *routing_parts(spec, layer).values()]
         parts += experts if spec.experts is not None and layer in spec.experts.layers else []
         keys += [(part, layer) for part in parts]
@@ -179,8 +200,10 @@ def is_ignorable(name: str) -> bool:
 def declared_parameters(spec: ModelSpec) -> int:
     """How many parameters the config declares, counted by hand and not from the tables here: it checks them."""
     tables = (1 if spec.tied else 2) * spec.vocab * spec.hidden
-    if spec.rope is None:
+    if spec.learned_positions:
         tables += spec.position_parameters + LEARNED_OFFSET * spec.hidden
     units = spec.units * spec.unit_rows * spec.ffn_parts * spec.hidden + spec.ffn * (spec.ffn_parts - 1) * spec.ffn_bias
     count = spec.layers * spec.block_parameters + len(spec.unit_layers) * units
+    if spec.encoder is not None:  # one table a stack
+        count += spec.cross_parameters - (spec.layers - 2) * spec.relative_parameters
     return count + sum(map(spec.always_parameters, range(spec.layers))) + tables + spec.norm_parameters

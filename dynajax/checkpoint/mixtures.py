@@ -264,5 +264,4 @@ NOT_YET: dict[str, str] = {
     "qwen3_5_moe": "linear attention",
     "qwen3_next": "linear attention",
     "smallthinker": "a router before attention",
-    "switch_transformers": "an encoder and a decoder, relative positions",
 }

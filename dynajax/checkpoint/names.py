@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from dynajax.checkpoint.aliases import EXPERTS, FETCHED, HUB, SHIPPED, did_you_mean, predictor_repo, runnable
+from dynajax.checkpoint.aliases import FETCHED, HUB, SHIPPED, did_you_mean, predictor_repo, runnable
 from dynajax.checkpoint.hub import Progress, is_repo, snapshot_folder
 from dynajax.checkpoint.hub_files import MODEL, PREDICTOR, SETTINGS_ONLY
 from dynajax.checkpoint.places import fetched_folder
@@ -26,8 +26,6 @@ def resolve_model(
         return _shipped(name)
     if name in FETCHED:
         return _fetched(name)
-    if name in EXPERTS:
-        raise ModelError(f"{name} is a mixture of experts: this version knows the name and does not run the model yet")
     if (local := _local(name)) is not None:
         return local
     alias, at, revision = name.partition("@")

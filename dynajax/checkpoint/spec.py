@@ -20,6 +20,7 @@ from dynajax.checkpoint.json_file import read_json
 from dynajax.checkpoint.mixtures import MIXTURES, NOT_YET
 from dynajax.checkpoint.paths import stray_link
 from dynajax.checkpoint.rope import read_rope
+from dynajax.checkpoint.switch import SWITCH
 from dynajax.checkpoint.wording import located, quoted
 from dynajax.config import DTYPE_BYTES, Activation, ActivationKind, ModelSpec
 from dynajax.errors import ModelError
@@ -66,7 +67,7 @@ def spec_of(config: dict, source: Path) -> ModelSpec:
     kind = config.get("model_type", _only_family(config.get("architectures")))
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if isinstance(kind, str) and kind in NOT_YET:
-        known = ", ".join(MIXTURES)
+        known = ", ".join([*MIXTURES, *SWITCH])
         raise ModelError(
             f"{located(source)}: model_type {found(kind)} is a mixture of experts that this version does not run yet "
             f"({NOT_YET[kind]}): it runs {known}"

@@ -14,6 +14,7 @@ from dynajax.config.engine import (
     parse_budget,
 )
 from dynajax.config.experts import (
+    EncoderSpec,
     ExpertSpec,
     LatentSpec,
     RouterSpec,
@@ -40,6 +41,7 @@ __all__ = [
     "Activation",
     "ActivationKind",
     "DTypeName",
+    "EncoderSpec",
     "EngineConfig",
     "ExpertSpec",
     "HostMode",

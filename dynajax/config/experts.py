@@ -62,6 +62,29 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec:
+    """An encoder (Raffel et al. 2020): the first `layers` layers of the model. They read a prompt, every token of it
+    seeing all others; the decoder behind them writes, and looks at what came out of them in every layer.
+
+    Positions are relative, in both: a distance between two tokens falls into one of `buckets`, those of
+    `max_distance` and more into the last, and a bucket's number is added to the scores of attention, one for each head.
+    """
+
+    layers: int
+    start_id: int  # what the decoder begins with
+    buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.start_id < 0:
+            raise ValueError(f"layers must be >= 1 and start_id >= 0, got {self.layers} and {self.start_id}")
+        if self.buckets < 4 or self.buckets % 2 or self.max_distance <= self.buckets:
+            raise ValueError(
+                f"buckets must be even and >= 4, max_distance larger, got {self.buckets} and {self.max_distance}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
     """Attention that keeps one small vector a token for all heads (DeepSeek-V2, section 2.1).
 

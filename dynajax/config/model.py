@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dynajax.config.experts import ExpertSpec, LatentSpec
+from dynajax.config.experts import EncoderSpec, ExpertSpec, LatentSpec
 
 ActivationKind = Literal["relu", "fatrelu", "silu", "drelu"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 NormKind = Literal["rms", "layer"]
-Layout = Literal["llama", "opt", "falcon", "mixtral", "qwen_moe", "deepseek", "granitemoe"]
+Layout = Literal["llama", "opt", "falcon", "mixtral", "qwen_moe", "deepseek", "granitemoe", "switch"]
 DTypeName = Literal["float32", "float16", "bfloat16"]
 
 BIAS_COLUMNS = 32  # a whole cache line of any type, so that rows stay aligned
@@ -63,7 +63,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder-only model, read from `config.json` and from nothing else.
+    """The shape of a model, read from `config.json` and from nothing else.
 
     Letters as everywhere: L layers, D hidden, F FFN neurons, N heads, H head size, V vocabulary. What differs from
     family to family is a field here, and one decoder computes them all.
@@ -81,7 +81,7 @@ class ModelSpec:
     gated: bool = True  # down(act(gate h) * up h); without a gate down(act(up h))
     norm: NormKind = "rms"  # layer: mean removed, and a bias
     norm_eps: float = 1e-5
-    rope: Rope | None = Rope()  # None: learned positions, added to the embeddings
+    rope: Rope | None = Rope()  # None: learned positions, added to the embeddings, or with an encoder relative ones
     window: int | None = None  # a query sees this many tokens, itself included; None: all before it
     qkv_bias: bool = False
     o_bias: bool = False
@@ -101,6 +101,22 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()
     experts: ExpertSpec | None = None  # None: every neuron of the FFN is a unit
     latent: LatentSpec | None = None  # None: every head's key and value is cached; head_dim: a query's numbers
+    encoder: EncoderSpec | None = None  # None: all layers are the decoder's
+
+    @property
+    def stepped(self) -> range:
+        """The layers that a token goes through while decoding: all but an encoder's."""
+        return range(0 if self.encoder is None else self.encoder.layers, self.layers)
+
+    @property
+    def stepped_units(self) -> range:
+        """The numbers, among the layers that have units, of those in `stepped`."""
+        return range(sum(layer < self.stepped[0] for layer in self.unit_layers), len(self.unit_layers))
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions are added to the embeddings."""
+        return self.rope is None and self.encoder is None
 
     @property
     def cache_heads(self) -> int:
@@ -163,7 +179,21 @@ class ModelSpec:
         q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
         count = 2 * self.hidden * (q_dim + kv_dim) + self.norm_parameters * (1 if self.shared_norm else 2)
         count += (q_dim + 2 * kv_dim) * self.qkv_bias + self.hidden * (self.o_bias + self.ffn_bias)
+        count += self.relative_parameters
         return count + 2 * self.head_dim * self.qk_norm + (q_dim + kv_dim) * self.qk_norm_whole
+
+    @property
+    def relative_parameters(self) -> int:
+        """Numbers of a layer's relative positions; every layer of a stack has the same."""
+        return 0 if self.encoder is None else self.encoder.buckets * self.heads
+
+    @property
+    def cross_parameters(self) -> int:
+        """What all layers of a decoder behind an encoder have besides, and the encoder's final norm."""
+        if self.encoder is None:
+            return 0
+        width = 2 * self.head_dim * (self.heads + self.kv_heads)
+        return len(self.stepped) * (self.hidden * width + self.norm_parameters) + self.norm_parameters
 
     def _latent_parameters(self, latent: LatentSpec) -> int:
         """Parameters of one layer's attention with latents."""
@@ -199,7 +229,7 @@ class ModelSpec:
     @property
     def position_parameters(self) -> int:
         """Parameters of learned positions."""
-        return self.max_positions * self.hidden if self.rope is None else 0
+        return self.max_positions * self.hidden if self.learned_positions else 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "max_positions"):
@@ -224,6 +254,21 @@ class ModelSpec:
             raise ValueError("a mixture of experts has RMS norms, no biases in its FFNs and one branch after the other")
         if self.experts is not None and self.experts.layers[-1] >= self.layers:
             raise ValueError(f"layer {self.experts.layers[-1]} cannot have experts: there are {self.layers}")
+
+        if self.encoder is not None:
+            self._check_encoder(self.encoder)
+        elif self.experts is not None and self.experts.capacity is not None:
+            raise ValueError("experts that take a limited number of tokens need an encoder")
+
+    def _check_encoder(self, encoder: EncoderSpec) -> None:
+        if not encoder.layers < self.layers or encoder.start_id >= self.vocab:
+            raise ValueError(f"an encoder's layers must be < {self.layers} and start_id < {self.vocab}, got {encoder}")
+        if self.experts is None or self.experts.router.top_k != 1 or self.experts.shared != "none":
+            raise ValueError("a model with an encoder has experts, of which a token goes to one")
+        if self.rope is not None or self.latent is not None or self.window is not None:
+            raise ValueError("a model with an encoder has relative positions, no latents and no window")
+        if self.qkv_bias or self.o_bias or self.qk_norm or self.qk_norm_whole:
+            raise ValueError("a model with an encoder has no biases and no norms of queries and keys")
 
     def _check_latent(self, latent: LatentSpec) -> None:
         if self.head_dim != latent.plain + latent.rotary or self.kv_heads != self.heads:

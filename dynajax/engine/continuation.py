@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ class Continuation:
         advice: Mapping[str, Any] | None = None,  # generation_config.json
     ):
         self.prompt = tuple(prompt)
+        self.source: tuple[int, ...] | None = None  # what an encoder reads; the prompt is what the decoder starts with
         self.seed = seed
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = "length" if limit == 0 else None
@@ -39,10 +40,28 @@ class Continuation:
         self._stops = StopFilter(params.stop)
         self._texts: list[str] = []
 
+    @classmethod
+    def behind(cls, source: Sequence[int], start_id: int, params: SamplingParams, seed: int, **rest: Any) -> Self:
+        """Of what an encoder reads; rest: as `Continuation`."""
+        made = cls((start_id,), params, seed, **rest)
+        made.source = tuple(source)
+        return made
+
     @property
     def text(self) -> str | None:
         """All text so far that is certain and may be shown; None without a tokenizer."""
         return None if self._stream is None else "".join(self._texts)
+
+    @property
+    def prefilled(self) -> tuple[int, ...]:
+        """The tokens that go through the model before the first step: all that was given but the last, which is the
+        step's own; everything, where an encoder reads it."""
+        return self.prompt[:-1] if self.source is None else self.source
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The tokens that the user gave."""
+        return self.prompt if self.source is None else self.source
 
     @property
     def next_id(self) -> int:

@@ -123,6 +123,8 @@ class Engine:
         """
         with self._turn:
             parts = self._open_parts()
+            if parts.prepared.spec.encoder is not None:
+                raise UsageError(f"{parts.prepared.model} has an encoder: it writes and does not score what it reads")
             ids, ctx = parts.encode(text), parts.prepared.ctx
             if len(ids) > ctx:
                 raise UsageError(f"the text has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
@@ -268,8 +270,8 @@ class Engine:
             if self._stopped:
                 raise _Stopped
 
-        if len(row.prompt) > 1:
-            parts.stepper.prefill(index, row.prompt[:-1], on_part)
+        if row.prefilled:
+            parts.stepper.prefill(index, row.prefilled, on_part)
         else:
             on_part(1, 1)  # the only token is the first step's
 
@@ -295,17 +297,17 @@ class Engine:
         ctx = parts.prepared.ctx
         if len(ids) > ctx:
             raise UsageError(f"the prompt has {len(ids)} tokens, the context {ctx}: shorten it or raise --ctx")
-        limit = min(params.max_new_tokens, ctx - len(ids))
-        return Continuation(
-            ids,
-            params,
-            seed,
-            limit=limit,
-            eos_ids=parts.prepared.eos_ids,
-            tokenizer=parts.tokenizer,
-            known=parts.known,
-            advice=parts.prepared.advice,
-        )
+        encoder = parts.prepared.spec.encoder
+        settings: dict[str, Any] = {
+            "eos_ids": parts.prepared.eos_ids,
+            "tokenizer": parts.tokenizer,
+            "known": parts.known,
+            "advice": parts.prepared.advice,
+        }
+        if encoder is not None:  # what the decoder starts with is not among the new tokens, and both sides have `ctx`
+            limit = min(params.max_new_tokens, ctx)
+            return Continuation.behind(ids, encoder.start_id, params, seed, limit=limit, **settings)
+        return Continuation(ids, params, seed, limit=min(params.max_new_tokens, ctx - len(ids)), **settings)
 
 
 class _Stopped(Exception):

@@ -50,7 +50,9 @@ def _with_experts(shapes: Shapes, mode: str) -> list[tuple]:
     spec, chunk, prefix = shapes.spec, shapes.chunks[-1], shapes.prefixes[-1]
     assert spec.experts is not None
     found: list[tuple] = [("route_chunk", chunk, prefix), ("experts_chunk", chunk, spec.units, 1, chunk), ("head",)]
-    if len(spec.unit_layers) < spec.layers:
+    if spec.encoder is not None:
+        found = _with_encoder(shapes)
+    elif len(spec.unit_layers) < spec.layers:
         found += [("attend_chunk", chunk, prefix), ("always_chunk", "plain", chunk)]
     if spec.experts.shared_width:
         found += [("always_chunk", "experts", chunk)]
@@ -58,3 +60,14 @@ def _with_experts(shapes: Shapes, mode: str) -> list[tuple]:
         return [*found, ("route_rows", prefix), ("experts_rows", spec.units, 1, shapes.batch)]
     left = 0 if mode == "resident" else 1  # for the host in every layer
     return [*found, ("token_rows", prefix, *(spec.units - left,) * len(spec.unit_layers))]
+
+
+def _with_encoder(shapes: Shapes) -> list[tuple]:
+    """An encoder reads a prompt at once, whatever fits the context."""
+    spec, size = shapes.spec, shapes.ctx
+    found: list[tuple] = [("seen", size), ("remember", size), ("head",)]
+    found += [("experts_chunk", size, spec.units, 1, shapes.chunks[-1])]
+    kinds = {"experts" if layer in spec.unit_layers else "plain" for layer in range(spec.layers)}
+    found += [("read", kind, size) for kind in sorted(kinds)]
+    found += [("always_chunk", "plain", size)] if "plain" in kinds else []
+    return found + ([("attend_rows", shapes.prefixes[-1])] if not set(spec.stepped) <= set(spec.unit_layers) else [])

@@ -20,6 +20,7 @@ from dynajax.config import EngineConfig
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.mixture.cold import ColdExperts
+from dynajax.engine.mixture.encoded import EncodedLayers
 from dynajax.engine.mixture.layers import MixtureLayers
 from dynajax.engine.mixture.mixture import Mixture, make_mixture
 from dynajax.engine.mixture.runner import MixtureRunner
@@ -255,8 +256,9 @@ def halves(
     """The two halves of every layer, neurons or experts."""
     spec, programs = prepared.spec, prepared.programs
     if isinstance(programs, MixturePrograms):
-        cold = ColdExperts(store, pool, host, spec.activation)
-        layers = MixtureLayers(programs, weights, pool, cold, meter.sample)
+        cold = ColdExperts(store, pool, host, spec.activation, spec.stepped_units.start)
+        kind = MixtureLayers if spec.encoder is None else EncodedLayers
+        layers = kind(programs, weights, pool, cold, meter.sample)
     else:
         cold = ColdSide(store, pool, host, spec.activation, skip_zeros=prepared.strategy.sparsity != "dense")
         layers = ThreadsRunner(programs, weights, pool, cold, meter.sample)

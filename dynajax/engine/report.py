@@ -34,7 +34,7 @@ class Phases:
 
 def make_results(parts: Parts, rows: Sequence[Continuation], phases: Phases) -> list[Result]:
     """A result for each row; figures of time, units and memory are of the whole batch."""
-    prefilled = sum(len(row.prompt) - 1 for row in rows)
+    prefilled = sum(len(row.prefilled) for row in rows)
     return [_make_result(parts, row, phases, prefilled) for row in rows]
 
 
@@ -46,7 +46,7 @@ def _make_result(parts: Parts, row: Continuation, phases: Phases, prefilled: int
         model_path=str(prepared.folder),
         text=row.text,
         token_ids=tuple(row.token_ids),
-        prompt_tokens=len(row.prompt),
+        prompt_tokens=len(row.given),
         finish_reason=row.finish_reason or "cancelled",
         seed=row.seed,
         sparsity=prepared.strategy.sparsity,

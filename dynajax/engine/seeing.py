@@ -53,6 +53,8 @@ def record(parts: Parts, recorder: Recorder | None) -> None:
     _end_record(parts)
     if recorder is None:
         return
+    if parts.prepared.spec.encoder is not None:
+        raise UsageError("a model with an encoder is not recorded: its layers do not all see the same tokens")
     spec, plans, prepared, layers = parts.prepared.spec, parts.plans, parts.prepared, parts.layers
     if isinstance(layers, MixtureLayers):
         record_experts(parts, recorder)

@@ -25,6 +25,7 @@ class DenseWeights:
     table: jax.Array  # of the head, [V, D]
     tables: Leaves  # embeddings [V, D] and learned positions [P, D], if on the device
     host_tables: tuple[np.ndarray, ...]  # the same, if on the host
+    encoder_norm: jax.Array | None = None
     routing: tuple[Leaves, ...] = ()  # flat leaves of every RoutingBlock of a mixture of experts
 
     def lookup(self, ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
@@ -58,7 +59,7 @@ def load_dense(
     layers, routing = [], []
     for layer in range(spec.layers):
         named = checkpoint.attention(layer, dtype)
-        layers.append(tuple(send(named.pop(name)) for name in programs.leaf_names))
+        layers.append(tuple(send(named.pop(name)) for name in programs.names_of(layer)))
         if isinstance(programs, MixturePrograms):
             named = checkpoint.routing(layer, dtype)
             routing.append(tuple(send(named.pop(name)) for name in programs.routing_names[programs.kind(layer)]))
@@ -66,9 +67,10 @@ def load_dense(
     norm = tuple(send(part) for part in checkpoint.norm(dtype))
     if spec.tied:
         sent = tuple(send(table) for table in tables(dtype))
-        return DenseWeights(spec.embed_scale, tuple(layers), norm, sent[0], sent, (), tuple(routing))
+        behind = None if spec.encoder is None else send(checkpoint.encoder_norm(dtype))
+        return DenseWeights(spec.embed_scale, tuple(layers), norm, sent[0], sent, (), behind, tuple(routing))
     head = checkpoint.head(dtype)
     assert head is not None, "an untied model has a head"
     return DenseWeights(
-        spec.embed_scale, tuple(layers), norm, send(head), (), tuple(tables(host_dtype)), tuple(routing)
+        spec.embed_scale, tuple(layers), norm, send(head), (), tuple(tables(host_dtype)), None, tuple(routing)
     )

@@ -16,7 +16,7 @@ from dynajax.ops.attention import attention
 from dynajax.ops.ffn import combine
 from dynajax.ops.linear import contract, layer_norm, rms_norm
 from dynajax.ops.rotary import rotate
-from dynajax.ops.routing import all_experts, route, router_logits, spread
+from dynajax.ops.routing import all_experts, first_come, route, router_logits, spread
 
 Weight = nnx.Param | jax.Array
 
@@ -62,10 +62,10 @@ class AttentionBlock(nnx.Module):
         self.spec = spec
         self.attention_norm = nnx.Param(jnp.ones((spec.hidden,), dtype))
         self.attention_norm_bias = zeros(spec.hidden, spec.norm == "layer")
-        self.q = nnx.Param(_normal(rngs, (q_dim, spec.hidden), 0.02, dtype))
-        self.k = nnx.Param(_normal(rngs, (kv_dim, spec.hidden), 0.02, dtype))
-        self.v = nnx.Param(_normal(rngs, (kv_dim, spec.hidden), 0.02, dtype))
-        self.o = nnx.Param(_normal(rngs, (spec.hidden, q_dim), narrow, dtype))
+        self.q = nnx.Param(normal(rngs, (q_dim, spec.hidden), 0.02, dtype))
+        self.k = nnx.Param(normal(rngs, (kv_dim, spec.hidden), 0.02, dtype))
+        self.v = nnx.Param(normal(rngs, (kv_dim, spec.hidden), 0.02, dtype))
+        self.o = nnx.Param(normal(rngs, (spec.hidden, q_dim), narrow, dtype))
         self.q_bias = zeros(q_dim, spec.qkv_bias)
         self.k_bias = zeros(kv_dim, spec.qkv_bias)
         self.v_bias = zeros(kv_dim, spec.qkv_bias)
@@ -138,7 +138,7 @@ class LatentAttentionBlock(nnx.Module):
         narrow = 0.02 / (2 * spec.layers) ** 0.5
 
         def weight(rows: int, columns: int, std: float = 0.02) -> nnx.Param:
-            return nnx.Param(_normal(rngs, (rows, columns), std, dtype))
+            return nnx.Param(normal(rngs, (rows, columns), std, dtype))
 
         def ones(size: int) -> nnx.Param:
             return nnx.Param(jnp.ones((size,), dtype))
@@ -211,9 +211,9 @@ class Ffn(nnx.Module):
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype):
         shape = (spec.ffn, spec.unit_width)
         self.spec = spec
-        self.gate = nnx.Param(_normal(rngs, shape, 0.02, dtype)) if spec.gated else None
-        self.up = nnx.Param(_normal(rngs, shape, 0.02, dtype))
-        self.down = nnx.Param(_normal(rngs, shape, 0.02 / (2 * spec.layers) ** 0.5, dtype))
+        self.gate = nnx.Param(normal(rngs, shape, 0.02, dtype)) if spec.gated else None
+        self.up = nnx.Param(normal(rngs, shape, 0.02, dtype))
+        self.down = nnx.Param(normal(rngs, shape, 0.02 / (2 * spec.layers) ** 0.5, dtype))
 
     def __call__(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """h [B,T,W] -> output [B,T,W] and the product that the activation reads [B,T,F]."""
@@ -236,7 +236,7 @@ class RoutingBlock(nnx.Module):
 
         def some(dims: tuple[int, ...], wanted: bool, std: float = 0.02, part: str = "") -> nnx.Param | None:
             kind = jnp.dtype(spec.routing_dtype(part, jnp.dtype(dtype).name))
-            return nnx.Param(_normal(rngs, dims, std, kind)) if wanted else None
+            return nnx.Param(normal(rngs, dims, std, kind)) if wanted else None
 
         self.router = some((router.experts, spec.hidden), routed, part="router")
         self.router_bias = some((router.experts,), routed and router.logits_bias, part="router_bias")
@@ -279,7 +279,7 @@ class MixtureFfn(nnx.Module):
         shape = (spec.units * spec.unit_rows, spec.hidden)
 
         def part(std: float, wanted: bool = True) -> nnx.Param | None:
-            return nnx.Param(_normal(rngs, shape, std, dtype)) if wanted and self.routed else None
+            return nnx.Param(normal(rngs, shape, std, dtype)) if wanted and self.routed else None
 
         self.gate = part(0.02, spec.gated)
         self.up = part(0.02)
@@ -291,12 +291,20 @@ class MixtureFfn(nnx.Module):
         y, logits = self.block.always(flat), None
         if self.routed:
             logits = self.block.logits(flat)
-            weights = spread(*self.block.route(logits), self.spec.units)
+            weights = spread(*self._accepted(h, *self.block.route(logits)), self.spec.units)
             parts = tuple(part[...] for part in (self.gate, self.up, self.down) if part is not None)
             routed = all_experts(flat, parts, weights, self.spec.activation)
             y, logits = routed if y is None else y + routed, logits.reshape(*h.shape[:2], -1)
         assert y is not None, "a layer without experts has an FFN"
         return y.reshape(h.shape), logits
+
+    def _accepted(self, h: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """ids and weights [B*T,K], zero where an expert of limited capacity has enough of h's tokens [B,T,D]."""
+        assert self.spec.experts is not None
+        if (capacity := self.spec.experts.capacity) is None:
+            return ids, weights
+        taken = first_come(ids.reshape(*h.shape[:2], -1), self.spec.units, capacity)
+        return ids, jnp.where(taken.reshape(weights.shape), weights, jnp.float32(0))
 
 
 class Decoder(nnx.Module):
@@ -304,14 +312,14 @@ class Decoder(nnx.Module):
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
         self.spec = spec
-        self.embed = nnx.Param(_normal(rngs, (spec.vocab, spec.hidden), 0.02, dtype))
+        self.embed = nnx.Param(normal(rngs, (spec.vocab, spec.hidden), 0.02, dtype))
         learned = (spec.max_positions, spec.hidden)
-        self.positions = nnx.Param(_normal(rngs, learned, 0.02, dtype)) if spec.rope is None else None
+        self.positions = nnx.Param(normal(rngs, learned, 0.02, dtype)) if spec.learned_positions else None
         self.attention = nnx.List([attention_block(spec, rngs, dtype) for _ in range(spec.layers)])
         self.ffn = nnx.List([_ffn(spec, rngs, dtype, layer) for layer in range(spec.layers)])
         self.norm = nnx.Param(jnp.ones((spec.hidden,), dtype))
         self.norm_bias = nnx.Param(jnp.zeros((spec.hidden,), dtype)) if spec.norm == "layer" else None
-        self.head = None if spec.tied else nnx.Param(_normal(rngs, (spec.vocab, spec.hidden), 0.02, dtype))
+        self.head = None if spec.tied else nnx.Param(normal(rngs, (spec.vocab, spec.hidden), 0.02, dtype))
 
     def __call__(self, tokens: jax.Array, keep: jax.Array | None = None) -> tuple[jax.Array, list[jax.Array]]:
         """tokens [B,T] int32 -> logits [B,T,V] float32 and, of each layer, what its activation reads [B,T,F] (with
@@ -348,5 +356,6 @@ def _shifted(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return x if bias is None else x + bias[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> jax.Array:
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> jax.Array:
+    """A weight before training."""
     return (jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype)

@@ -1,4 +1,4 @@
-"""Causal attention over a prefix of the KV cache."""
+"""Attention over a prefix of the KV cache."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ def attention(
     positions: jax.Array,  # [B, T] int32, the absolute position of each query
     window: int | None = None,  # keys a query sees, its own included; None: all up to its own
     scale: float | None = None,  # of q k; None: H ** -0.5
+    bias: jax.Array | None = None,  # [B, N, T, S] float32, added to the scaled scores; 1 row for all is fine
 ) -> jax.Array:
     """softmax(scale q k) v over keys 0..position; grouped queries share a KV head. -> [B, T, N, H'].
 
     Key s of row b is taken to sit at position s, so a cache prefix longer than the sequence is fine:
-    keys behind the query are masked, whatever they hold (they must be finite).
+    keys behind the query are masked, whatever they hold (they must be finite). A query that sees all keys
+    of a text, wherever it is itself, as in an encoder, is given the position of the last one.
     """
     batch, length, heads, size = q.shape
     groups = heads // k.shape[2]
     q = q.reshape(batch, length, k.shape[2], groups, size) * jnp.float32(size**-0.5 if scale is None else scale)
     scores = contract("BTKGH,BSKH->BKGTS", q, k)
+    if bias is not None:
+        scores = scores + jnp.broadcast_to(bias, (batch, *bias.shape[1:])).reshape(scores.shape)
     keys, query = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :], positions[:, :, None]
     seen = keys <= query  # [B, T, S]
     if window is not None:

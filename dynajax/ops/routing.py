@@ -58,6 +58,16 @@ def _within_groups(scores: jax.Array, router: RouterSpec) -> jax.Array:
     return jnp.where(mask[:, :, None], grouped, jnp.float32(LOWEST)).reshape(scores.shape)
 
 
+def first_come(ids: jax.Array, experts: int, capacity: int) -> jax.Array:
+    """Which tokens their experts take [B, T, K]: of each sequence the first `capacity` that come to an expert.
+
+    ids [B, T, K]: their experts. Example: 0, 0, 1, 0 and a capacity of 2 -> all but the last.
+    """
+    chosen = ids[..., None] == jnp.arange(experts, dtype=jnp.int32)[None, None, None, :]
+    so_far = jnp.cumsum(jnp.any(chosen, axis=2), axis=1, dtype=jnp.int32)  # [B, T, E], the token itself included
+    return jnp.take_along_axis(so_far, ids, axis=2) <= capacity
+
+
 def spread(ids: jax.Array, weights: jax.Array, experts: int) -> jax.Array:
     """Weights [T, K] of the experts ids [T, K] -> [T, E], zero for all others."""
     chosen = ids[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None, :]

@@ -72,6 +72,8 @@ def train_experts(
     progress: Progress,
 ) -> TrainedRouting:
     """Read the windows with the model, offloaded as `config` says, and write the predictor folder `out`."""
+    if checkpoint.spec.encoder is not None:
+        raise UsageError("routing behind an encoder cannot be learned yet: --prefetch gate asks routers early")
     begun_s, windows = time.monotonic(), text.windows
     settings = recipe.settings(seen_tokens(windows))
     settings = replace(settings, rate=rate_of(checkpoint.spec.hidden))

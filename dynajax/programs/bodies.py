@@ -26,7 +26,7 @@ HostFfn = Callable[[jax.Array, jax.Array], jax.Array]  # h [T,W], rows that coun
 Hosts = Sequence[HostFfn | None]  # one a layer
 
 
-def _write_kv(cache: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array) -> jax.Array:
+def write_kv(cache: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array) -> jax.Array:
     """Write new [1,T,KV,H] at one row and positions start..; must fit, XLA would shift it silently."""
     zero = jnp.zeros((), jnp.int32)
     return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (row, start, zero, zero))
@@ -38,8 +38,8 @@ def attend_rows(block: AnyAttention, k, v, x, y_cold, positions, *, prefix: int)
     x = add_ffn(block.spec, x, y_cold)[:, None, :]
     q, k_new, v_new = block.project(x, where)
     for row in range(x.shape[0]):
-        k = _write_kv(k, k_new[row : row + 1], jnp.int32(row), positions[row])
-        v = _write_kv(v, v_new[row : row + 1], jnp.int32(row), positions[row])
+        k = write_kv(k, k_new[row : row + 1], jnp.int32(row), positions[row])
+        v = write_kv(v, v_new[row : row + 1], jnp.int32(row), positions[row])
     x, h = block.merge(x, block.mix(q, k[:, :prefix], v[:, :prefix], where))
     return x[:, 0], h[:, 0], k, v
 
@@ -51,7 +51,7 @@ def attend_chunk(block: AnyAttention, k, v, xs, y_cold, row, start, *, prefix: i
     x = add_ffn(block.spec, jax.lax.dynamic_slice_in_dim(xs, start, size), y_cold)[None]
     where = (start + jnp.arange(size, dtype=jnp.int32))[None, :]
     q, k_new, v_new = block.project(x, where)
-    k, v = _write_kv(k, k_new, row, start), _write_kv(v, v_new, row, start)
+    k, v = write_kv(k, k_new, row, start), write_kv(v, v_new, row, start)
     k_row, v_row = (jax.lax.dynamic_slice(c, (row, zero, zero, zero), (1, prefix, *c.shape[2:])) for c in (k, v))
     x, h = block.merge(x, block.mix(q, k_row, v_row, where))
     return jax.lax.dynamic_update_slice_in_dim(xs, x[0], start, axis=0), h[0], k, v

@@ -59,14 +59,13 @@ class Programs:
         self._host_call = host_call
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         spec = shapes.spec
-        block = nnx.eval_shape(lambda: attention_block(spec, nnx.Rngs(0), shapes.weight_type))
-        self._graphdef, state = nnx.split(block)
+        self._graphdef, state = nnx.split(nnx.eval_shape(self._block_of))
         self.leaf_names = tuple(sorted(nnx.to_pure_dict(state)))
         leaves, self._tree = jax.tree.flatten(state)
         self._leaves = tuple(shape_of(leaf.shape, leaf.dtype) for leaf in leaves)
         self._kv = tuple(shape_of(dims, shapes.dtype) for dims in (shapes.k_shape, shapes.v_shape))
         self._table = shape_of((spec.vocab, spec.hidden), shapes.dtype)
-        learned = () if spec.rope is not None else (shape_of((spec.max_positions, spec.hidden), shapes.dtype),)
+        learned = () if not spec.learned_positions else (shape_of((spec.max_positions, spec.hidden), shapes.dtype),)
         self._tables = (self._table, *learned)
         self._norm = (shape_of((spec.hidden,), shapes.dtype),) * (2 if spec.norm == "layer" else 1)
         self._xs = shape_of((shapes.ctx, spec.hidden))
@@ -75,6 +74,14 @@ class Programs:
         self._ids = shape_of((shapes.batch,), "int32")
         self._active = shape_of((shapes.batch,), "bool")
         self._tally = shape_of((spec.layers,), "int32")
+
+    def _block_of(self) -> AnyAttention:
+        """The block of attention of every layer, or of those that decode."""
+        return attention_block(self.shapes.spec, nnx.Rngs(0), self.shapes.weight_type)
+
+    def names_of(self, layer: int) -> tuple[str, ...]:
+        """The parameters of a layer's block of attention, in the order of its leaves."""
+        return self.leaf_names
 
     @property
     def count(self) -> int:
@@ -208,7 +215,7 @@ class Programs:
         return self._host_call
 
     def _stacks(self, slots: Sequence[int]):
-        layers = self.shapes.spec.layers
+        layers = len(self.shapes.spec.stepped)
         caches = tuple((cache,) * layers for cache in self._kv)
         return (self._leaves,) * layers, caches, tuple(self._parts(count) for count in slots)
 

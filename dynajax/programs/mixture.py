@@ -122,8 +122,3 @@ class MixturePrograms(Programs):
 def _groups(experts: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """slots, rows and weights of `grouped_experts`."""
     return shape_of((experts,), "int32"), shape_of((experts, tokens), "int32"), shape_of((experts, tokens))
-
-
-def make_programs(shapes: Shapes, host_call: Callable | None = None) -> Programs:
-    """The programs of a model, of either kind."""
-    return Programs(shapes, host_call) if shapes.spec.experts is None else MixturePrograms(shapes, host_call)

@@ -65,6 +65,21 @@ def foretell(routing: RoutingBlock, h, shift, down, up):
     return routing.route(routing.logits(corrected(h, shift, down, up)))[0]
 
 
+def routed_rows(routing: RoutingBlock, x, h, active, parts: Parts, host: HostExperts | None, where):
+    """A layer's experts inside of a program: -> x [B,D] with the pool's share, the host's y_cold, and how many pairs
+    were found in the pool, None if that is empty. where [E]: the slot of each expert, -1 on the host."""
+    spec = routing.spec
+    ids, weights = routing.route(routing.logits(h))
+    y_cold = jnp.zeros_like(h) if host is None else host(h, ids, weights, active)
+    if not parts:
+        return x, y_cold, None
+    found = (where[ids] >= 0) & active[:, None]
+    weights = jnp.where(found, weights, jnp.float32(0))
+    sizes = {"width": spec.unit_rows, "activation": spec.activation}
+    y = routed_experts(h, parts, jnp.maximum(where, 0), ids, weights, **sizes)
+    return add_ffn(spec, x, y), y_cold, jnp.sum(found, dtype=jnp.int32)
+
+
 def token_rows(ends, blocks, caches, pools, hosts: Sequence[HostExperts | None], state, *, prefix: int):
     """A whole decode step in one program -> logits [B,V], tally, ks, vs. See `bodies.token_rows`.
 
@@ -85,13 +100,6 @@ def token_rows(ends, blocks, caches, pools, hosts: Sequence[HostExperts | None],
             x = add_ffn(spec, x, same)
         if i in layers:
             m = layers.index(i)
-            ids, weights = routing.route(routing.logits(h))
-            y_cold = none if hosts[m] is None else hosts[m](h, ids, weights, active)
-            if pools[m]:
-                found = (where[m][ids] >= 0) & active[:, None]
-                tally = tally.at[i].add(jnp.sum(found, dtype=jnp.int32))
-                weights = jnp.where(found, weights, jnp.float32(0))
-                at = jnp.maximum(where[m], 0)
-                sizes = {"width": spec.unit_rows, "activation": spec.activation}
-                x = add_ffn(spec, x, routed_experts(h, pools[m], at, ids, weights, **sizes))
+            x, y_cold, found = routed_rows(routing, x, h, active, pools[m], hosts[m], where[m])
+            tally = tally if found is None else tally.at[i].add(found)
     return head(norm, table, x, y_cold, spec=spec), tally, ks, vs

@@ -48,6 +48,11 @@ class Shapes:
         return tuple(sorted({CHUNKS[0], *fitting[-1:]}))
 
     @property
+    def sources(self) -> tuple[int, ...]:
+        """Sizes in which an encoder reads a prompt at once."""
+        return tuple(sorted({min(CHUNKS[-1], self.ctx), self.ctx}))
+
+    @property
     def prefixes(self) -> tuple[int, ...]:
         """KV prefixes of decode programs."""
         return prefix_buckets(self.ctx)

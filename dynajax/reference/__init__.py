@@ -5,5 +5,6 @@ catch mistakes made there. One function per idea (norm, positions, attention, ff
 """
 
 from dynajax.reference.families import forward
+from dynajax.reference.switch import encoded_forward
 
-__all__ = ["forward"]
+__all__ = ["encoded_forward", "forward"]

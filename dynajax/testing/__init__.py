@@ -16,9 +16,11 @@ from dynajax.testing.models import (
     RopeSpelling,
     hf_config,
     load_decoder,
+    load_encoder_decoder,
     make_checkpoint,
     random_tensors,
 )
+from dynajax.testing.switch import make_switch
 
 __all__ = [
     "TINY",
@@ -30,7 +32,9 @@ __all__ = [
     "RopeSpelling",
     "hf_config",
     "load_decoder",
+    "load_encoder_decoder",
     "make_checkpoint",
     "make_moe",
+    "make_switch",
     "random_tensors",
 ]

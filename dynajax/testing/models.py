@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import ml_dtypes
@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from dynajax.checkpoint import Checkpoint
 from dynajax.config import Activation, ModelSpec
 from dynajax.models.decoder import Decoder, MixtureFfn
+from dynajax.models.encoder_decoder import EncoderDecoder
 
 TINY = ModelSpec(
     layers=2, hidden=32, ffn=48, heads=4, kv_heads=4, head_dim=8, vocab=96, max_positions=512, bos_id=1, eos_ids=(2,)
@@ -27,6 +28,7 @@ TINY_GQA = replace(TINY, kv_heads=2)
 TINY_WIDE_HEADS = replace(TINY, head_dim=16)  # heads x head_dim != hidden
 TINY_TIED = replace(TINY, tied=True)
 
+AnyModel = TypeVar("AnyModel", Decoder, EncoderDecoder)
 RopeSpelling = Literal["old", "new", "absent"]
 
 
@@ -139,7 +141,20 @@ def hf_config(spec: ModelSpec, rope_spelling: RopeSpelling, dtype: str) -> dict[
 def load_decoder(checkpoint: Checkpoint, dtype: str = "float32") -> Decoder:
     """The whole model as a flax module on the default device, for parity tests and reports."""
     spec = checkpoint.spec
-    decoder = nnx.eval_shape(lambda: Decoder(spec, nnx.Rngs(0), jax.numpy.dtype(dtype)))
+    return filled(nnx.eval_shape(lambda: Decoder(spec, nnx.Rngs(0), jax.numpy.dtype(dtype))), checkpoint, dtype)
+
+
+def load_encoder_decoder(checkpoint: Checkpoint, dtype: str = "float32") -> EncoderDecoder:
+    """The same of a model with an encoder."""
+    spec = checkpoint.spec
+    model = nnx.eval_shape(lambda: EncoderDecoder(spec, nnx.Rngs(0), jax.numpy.dtype(dtype)))
+    model.encoder_norm.set_value(jax.numpy.array(checkpoint.encoder_norm(dtype)))
+    return filled(model, checkpoint, dtype)
+
+
+def filled(decoder: AnyModel, checkpoint: Checkpoint, dtype: str) -> AnyModel:
+    """The model itself, with the weights of a checkpoint."""
+    spec = checkpoint.spec
 
     def put(module: nnx.Module, name: str, value: npt.NDArray | None) -> None:
         param = getattr(module, name)
@@ -147,8 +162,9 @@ def load_decoder(checkpoint: Checkpoint, dtype: str = "float32") -> Decoder:
             param.set_value(jax.numpy.array(value))
 
     put(decoder, "embed", checkpoint.embed(dtype))
-    put(decoder, "positions", checkpoint.positions(dtype))
-    put(decoder, "head", checkpoint.head(dtype))
+    if isinstance(decoder, Decoder):
+        put(decoder, "positions", checkpoint.positions(dtype))
+        put(decoder, "head", checkpoint.head(dtype))
     for name, value in zip(("norm", "norm_bias"), checkpoint.norm(dtype), strict=False):
         put(decoder, name, value)
     for layer in range(spec.layers):

@@ -116,6 +116,8 @@ def verify(settings: Settings, progress: Progress, on_run: Callable[[Run], None]
         raise UsageError("only what computes every live neuron can be verified: leave --sparsity predicted out")
     config = settings.config
     model = Checkpoint.open(model_folder(settings.model, offline=config.offline, progress=progress))
+    if model.spec.encoder is not None:
+        raise UsageError("models with an encoder cannot be verified yet: tests compare them with the float64 forward")
     reference = model
     if settings.against is not None:
         reference = Checkpoint.open(model_folder(settings.against, offline=config.offline, progress=progress))
@@ -142,7 +144,7 @@ def verify(settings: Settings, progress: Progress, on_run: Callable[[Run], None]
 def _check_same_shape(one: Checkpoint, other: Checkpoint) -> None:
     """Copies may differ in the type they are meant for, in special tokens and, if positions rotate, in length."""
     ignored = {"dtype": "float32", "bos_id": None, "eos_ids": ()}
-    if one.spec.rope is not None:
+    if not one.spec.learned_positions:
         ignored["max_positions"] = 1
     if replace(one.spec, **ignored) != replace(other.spec, **ignored):
         raise MismatchError("the two models differ in shape: --against takes another copy of the same model")

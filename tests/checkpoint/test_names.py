@@ -87,14 +87,8 @@ def test_a_repository(asked, name, repo):
 
 
 def test_every_alias_is_of_one_kind():
-    every = [*aliases.runnable(), *aliases.EXPERTS]
+    every = aliases.runnable()
     assert len(every) == len(set(every)) and set(aliases.PREDICTOR_REPOS) <= set(aliases.HUB)
-
-
-@pytest.mark.parametrize("name", aliases.EXPERTS)
-def test_mixtures_of_experts_are_known_and_not_run(asked, name):
-    assert refusal(name).startswith(f"{name} is a mixture of experts")
-    assert asked == []
 
 
 def test_a_misspelt_alias():

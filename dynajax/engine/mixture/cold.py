@@ -21,9 +21,12 @@ Rows = npt.NDArray[np.float32]
 class ColdExperts:
     """Computes the share of some experts from the host's store."""
 
-    def __init__(self, store: HostStore, pool: DevicePool, host: HostPool | NumpyPool, activation: Activation):
+    def __init__(
+        self, store: HostStore, pool: DevicePool, host: HostPool | NumpyPool, activation: Activation, first: int = 0
+    ):
+        """first: the number of the first layer that decodes, among those that have experts."""
         self._store, self._pool, self._host, self._activation = store, pool, host, activation
-        self._counters = ColdCounters()
+        self._first, self._counters = first, ColdCounters()
         self._table: HostTable | None = None
 
     @property
@@ -39,7 +42,7 @@ class ColdExperts:
             seconds=mine.seconds + float(theirs.seconds.sum()),
             bytes_read=mine.bytes_read + int(theirs.bytes_read.sum()),
             live=mine.live + live,
-            live_first_layer=mine.live_first_layer + int(theirs.live[0]),
+            live_first_layer=mine.live_first_layer + int(theirs.live[self._first : self._first + 1].sum()),
             computed=mine.computed + live,
         )
 
@@ -69,7 +72,7 @@ class ColdExperts:
         counters.seconds += time.perf_counter() - begin
         counters.bytes_read += result.bytes_read
         counters.live += pairs
-        counters.live_first_layer += pairs if layer == 0 else 0
+        counters.live_first_layer += pairs if layer == self._first else 0
         counters.computed += pairs
         return y
 

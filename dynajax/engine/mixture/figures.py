@@ -19,7 +19,8 @@ def _whole_tokens(parts: Parts) -> Units:
     """Where a token is one program: residents there, the rest on the host, nothing moves."""
     spec, counters, rows = parts.prepared.spec, parts.cold.counters, parts.stepper.rows
     hot = parts.stepper.live_slots()
-    live, first = int(hot.sum()) + counters.live, int(hot[spec.unit_layers[0]])
+    units = spec.stepped_units
+    live, first = int(hot.sum()) + counters.live, int(hot[spec.unit_layers[units[0]]]) if units else 0
     later = live - first - counters.live_first_layer
     return Units(
         kind="expert",
@@ -30,7 +31,7 @@ def _whole_tokens(parts: Parts) -> Units:
         migrated=0,
         migrated_bytes=0,
         late_plans=0,
-        density=ratio(live, rows * len(spec.unit_layers) * spec.units),
+        density=ratio(live, rows * len(units) * spec.units),
         recall=None,
     )
 
@@ -38,17 +39,18 @@ def _whole_tokens(parts: Parts) -> Units:
 def _planned(parts: Parts, mixture: Mixture) -> Units:
     mixture.runner.moves.settle()
     spec, books = parts.prepared.spec, mixture.runner.moves.books
-    pairs, rows = int(books.pairs.sum()), parts.stepper.rows
+    pairs, rows, units = int(books.pairs.sum()), parts.stepper.rows, spec.stepped_units
+    later = slice(units.start + 1, None)
     return Units(
         kind="expert",
         live_per_token=ratio(pairs, rows),
         hot_share=ratio(int(books.hit_pairs.sum()), pairs),
-        hot_share_layers_ge_1=ratio(int(books.hit_pairs[1:].sum()), int(books.pairs[1:].sum())),
+        hot_share_layers_ge_1=ratio(int(books.hit_pairs[later].sum()), int(books.pairs[later].sum())),
         computed_hot_share=ratio(int(books.hot_pairs.sum()), pairs),
         migrated=int(books.loads.sum()),
         migrated_bytes=int(books.moved_bytes.sum()),
         late_plans=int(books.late.sum()),
-        density=ratio(pairs, rows * len(spec.unit_layers) * spec.units),
+        density=ratio(pairs, rows * len(units) * spec.units),
         recall=None,
     )
 

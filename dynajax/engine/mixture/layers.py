@@ -87,7 +87,7 @@ class MixtureLayers:
         """One token in each row through the model, residents here and the rest on the host -> logits [B, V]."""
         x, prefix = self.embed_rows(ids, positions)
         y_cold, numbers = self.zeros, np.flatnonzero(active)
-        for layer in range(self.spec.layers):
+        for layer in self.spec.stepped:
             x, h, found = self.attend_rows(state, layer, x, y_cold, positions, prefix)
             y_cold = self.zeros
             if (m := self.number(layer)) is None:
@@ -131,15 +131,16 @@ class MixtureLayers:
 
     def attend_rows(self, state: DeviceState, layer: int, x, y_cold: Rows, positions, prefix: int):
         """-> x, h [B, D], and ids and weights [B, K] of a layer that has experts, all on their way to the host."""
-        leaves, k, v = self.weights.layers[layer], state.ks[layer], state.vs[layer]
+        at = layer - self.spec.stepped[0]
+        leaves, k, v = self.weights.layers[layer], state.ks[at], state.vs[at]
         routing, begin = self.weights.routing[layer], time.perf_counter()
+        given = (k, v, x, y_cold, positions, *self.source(state, layer))
         if self.number(layer) is None:
-            attend = self.programs.get("attend_rows", prefix)
-            x, h, state.ks[layer], state.vs[layer] = attend(leaves, k, v, x, y_cold, positions)
+            x, h, state.ks[at], state.vs[at] = self.programs.get("attend_rows", prefix)(leaves, *given)
             routed = None
         else:
             attend = self.programs.get("route_rows", prefix)
-            x, h, ids, weights, state.ks[layer], state.vs[layer] = attend(leaves, routing, k, v, x, y_cold, positions)
+            x, h, ids, weights, state.ks[at], state.vs[at] = attend(leaves, routing, *given)
             routed = ids, weights
             for array in (ids, weights, h):
                 array.copy_to_host_async()
@@ -149,6 +150,14 @@ class MixtureLayers:
         if "up" in self.programs.routing_names[kind]:
             x = self.programs.get("always_rows", kind)(routing, x, h)
         return x, h, routed
+
+    def source(self, state: DeviceState, layer: int) -> tuple:
+        """What a layer looks at besides its own tokens: nothing without an encoder."""
+        return ()
+
+    def sources(self, state: DeviceState) -> tuple:
+        """The same of all layers together."""
+        return ()
 
     def hot_rows(
         self, m: int, x: jax.Array, h: jax.Array, experts: I32, routed: Routed, place: Place | None = None
@@ -235,9 +244,20 @@ class MixtureLayers:
         if seen_only:
             return [np.zeros((size, self.spec.hidden), np.float32) for _, size, _ in pieces]
         sides = self._sides(m, tokens)
+        self._on_device(
+            state, m, sides, [(r, c[0], piece[0]) for r, c, piece in zip(routed, chunks, pieces, strict=True)]
+        )
+        begin = time.perf_counter()
+        y = self.cold.run(m, h_all, whole, sides.cold)
+        if self.lanes is not None:
+            self.lanes.host(f"cold experts {self.spec.unit_layers[m]}", begin)
+        return cut_chunks(y, pieces)
+
+    def _on_device(self, state: DeviceState, m: int, sides: Side, chunks: list[tuple[Routed, jax.Array, int]]) -> None:
+        """The device's share added to `state.xs`; a chunk: where its tokens go, h [T, D], and its start."""
 
         def use(experts: I32, place: Place, slot_of: I32, sizes: Sequence[int]) -> None:
-            for each, (h, _), (start, *_) in zip(routed, chunks, pieces, strict=True):
+            for each, h, start in chunks:
                 for group in each.groups(experts, sizes, token_sizes(len(h))):
                     self._experts_chunk(state, h, start, group, (*place, slot_of[group.experts]))
 
@@ -247,11 +267,6 @@ class MixtureLayers:
             assert self.planner is not None
             first = np.zeros(self.spec.units, np.int32)
             self.planner.stream(m, sides.streamed, lambda e, at: use(np.array([e], np.int32), at, first, (1,)))
-        begin = time.perf_counter()
-        y = self.cold.run(m, h_all, whole, sides.cold)
-        if self.lanes is not None:
-            self.lanes.host(f"cold experts {self.spec.unit_layers[m]}", begin)
-        return cut_chunks(y, pieces)
 
     def _sides(self, m: int, tokens: npt.NDArray[np.int64]) -> Side:
         return resident_sides(self, m, tokens) if self.planner is None else self.planner.sides(m, tokens)

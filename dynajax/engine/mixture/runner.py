@@ -88,7 +88,7 @@ class MixtureRunner:
         x, prefix = layers.embed_rows(ids, positions)
         self._timer.next_step()
         y_cold = layers.zeros
-        for layer in range(layers.spec.layers):
+        for layer in layers.spec.stepped:
             x, h, routed = layers.attend_rows(state, layer, x, y_cold, positions, prefix)
             y_cold = layers.zeros
             if (m := layers.number(layer)) is not None:

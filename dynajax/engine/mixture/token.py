@@ -49,14 +49,15 @@ class MixtureTokenRunner:
         program = layers.programs.get("token_rows", prefix, *pool.slots)
         ends = (weights.norm, weights.table, weights.tables)
         start = ids if weights.tables else weights.lookup(ids, positions)
-        caches, leaves = (tuple(state.ks), tuple(state.vs)), (weights.layers, weights.routing)
+        first = layers.spec.stepped[0]
+        caches, leaves = (tuple(state.ks), tuple(state.vs)), (weights.layers[first:], weights.routing[first:])
+        state_now, source = (start, state.tally, positions, active), layers.sources(state)
         with pool.lock, self._host.running(active):
             begin = time.perf_counter()
             pools = tuple(pool.parts(m) for m in range(len(pool.slots)))
             where = tuple(layers.slots_of(m) for m in range(len(pool.slots)))
-            logits, state.tally, ks, vs = program(
-                self._host.handle, ends, leaves, caches, pools, start, state.tally, positions, active, where
-            )
+            given = (self._host.handle, ends, leaves, caches, pools, *state_now, where, *source)
+            logits, state.tally, ks, vs = program(*given)
             state.ks, state.vs = list(ks), list(vs)
             logits.block_until_ready()
         if self.lanes is not None:
