@@ -251,7 +251,7 @@ def _match(found: dict[str, Stored], spec: ModelSpec) -> tuple[dict[mapping.Key,
         problems.append(f"{len(missing)} tensors are missing: {listing(missing)}")
         if head in missing:
             problems.append(f"without {head}, config.json must say tie_word_embeddings: true")
-    extra = {name for name in found.keys() - wanted.keys() if not mapping.is_ignorable(name)}
+    extra = {name for name in found.keys() - wanted.keys() if not mapping.is_ignorable(name, spec)}
     if spec.tied and head in extra and found[head].shape == mapping.shape_of("head", spec):
         extra.discard(head)
         log.info("%s is stored although config.json ties it to the embedding: ignored", head)

@@ -12,8 +12,10 @@ from dynajax.config import ModelSpec
 # Recomputed from rope_theta; attention masks of old files; TurboSparse's predictors, which only guess what is zero.
 IGNORABLE = ("*rotary_emb.inv_freq", "*.masked_bias", "*.mlp.predictor.fc?.weight")
 # Copies of the one embedding, and a table of old T5 files that no attention between decoder and encoder reads.
-IGNORABLE += ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-IGNORABLE += ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+OF_ENCODERS = (
+    *("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+)
 Key = tuple[str, int | None]  # part and layer
 _EXPERT = re.compile(r"expert_(gate|up|down)\.(\d+)")
 
@@ -192,9 +194,10 @@ def _expert_parts(spec: ModelSpec, merged: bool) -> list[str]:
     return [expert_part(part, expert) for expert in range(spec.units) for part in unit_parts(spec)]
 
 
-def is_ignorable(name: str) -> bool:
-    """True for tensors that hold nothing the model needs."""
-    return any(fnmatchcase(name, pattern) for pattern in IGNORABLE)
+def is_ignorable(name: str, spec: ModelSpec | None = None) -> bool:
+    """True for tensors that hold nothing the model needs; spec None: whatever the model."""
+    known = IGNORABLE if spec is None or spec.encoder is None else IGNORABLE + OF_ENCODERS
+    return any(fnmatchcase(name, pattern) for pattern in known)
 
 
 def declared_parameters(spec: ModelSpec) -> int:

@@ -159,7 +159,7 @@ def test_a_machine_has_the_figures_that_are_fitted_and_no_others():
     assert replace(found, pageable_bps=HIGH.pageable_bps, cpu_bps=HIGH.cpu_bps, systems=HIGH.systems) == HIGH
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", [name for name in NAMED if name != "dali-pc"])  # which is fitted to nothing
 def test_a_search_begins_at_the_file(name):
     base = load_hardware(name)
     assert fit_hardware.machine(base, fit_hardware.start_of(base)) == base

@@ -36,7 +36,6 @@ def limit(count):
         ("nobody/nothing", ("no model nobody/nothing on the hub", "set HF_TOKEN")),
         (f"{ALIAS}@v9", (f"{REPO} has no revision v9: name a branch, a tag or a commit",)),
         (f"{ALIAS}@../../etc", ("no model",)),
-        ("switch-base-8", ("mixture of experts", "does not run the model yet")),
     ],
 )
 def test_names_that_lead_nowhere(machine, verb, name, words):

@@ -12,9 +12,10 @@ from tests.sim.cases import machine
 @pytest.mark.parametrize("name", NAMED)
 def test_shipped_machines(name):
     hardware = load_hardware(name)
-    assert hardware.name == name and not hardware.shared and "not measured" in hardware.source
-    assert hardware.for_system("powerinfer").sync_s != hardware.sync_s
-    assert hardware.for_system("transformers").reserved_bytes > hardware.reserved_bytes
+    assert hardware.name == name and not hardware.shared and "not measured" in hardware.source.lower()
+    fitted = name != "dali-pc"  # of whose rivals no speed is published
+    assert (hardware.for_system("powerinfer").sync_s != hardware.sync_s) == fitted
+    assert (hardware.for_system("transformers").reserved_bytes > hardware.reserved_bytes) == fitted
     assert hardware.for_system("ours") == hardware.for_system("nobody")
 
 
