@@ -99,6 +99,7 @@ CHOICES = {
     "staging": ("auto", "pinned_host", "registered", "plain"),
     "dtype": ("auto", "float32", "float16", "bfloat16"),
     "host_dtype": ("auto", "float32", "float16", "bfloat16"),
+    "host_dense": ("own", "onednn", "blas"),
     "host_mode": ("auto", "threads", "callback", "ffi"),
 }
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from dynajax.config import DTypeName, EngineConfig, HostMode, PolicyName, Sparsity, StagingName
-from dynajax.config.engine import AssignName, CacheName, PrefetchName
+from dynajax.config.engine import AssignName, CacheName, HostDense, PrefetchName
 
 DEFAULT_MODEL = "tiny-relullama"
 
@@ -72,6 +72,9 @@ class EngineFlags:
     host_mode: Annotated[
         str, typer.Option(metavar=_one_of(*get_args(HostMode)), help="How the host's share of the FFN is called.")
     ] = "auto"
+    host_dense: Annotated[
+        str, typer.Option(metavar=_one_of(*get_args(HostDense)), help="What multiplies experts on the host.")
+    ] = "own"
     threads: Annotated[int | None, typer.Option(metavar="N", help="Host threads; physical cores if not given.")] = None
     predictor: Annotated[
         str,

@@ -23,6 +23,7 @@ AssignName = Literal[
 ]
 CacheName = Literal["auto", "decayed", "dali", "lru", "lfu", "ema", "static"]
 PrefetchName = Literal["auto", "corrected", "residual", "residual-mean", "gate", "count", "none"]
+HostDense = Literal["own", "onednn", "blas"]
 StagingName = Literal["auto", "pinned_host", "registered", "plain"]
 
 
@@ -33,6 +34,7 @@ class EngineConfig:
     vram_budget: "auto", a size ("8GiB"), a share of free device memory ("0.85"), or bytes as an int.
     ctx: KV cache length in tokens. batch: rows decoded together. threads: host compute threads.
     stats: "auto", "none" or an activation statistics file, from which neurons are placed.
+    host_dense: what multiplies the experts on the host: this project's kernels, or a library's.
     predictor: "auto", "mlp", "gate", "none" or the folder of trained ones. staging: how units are sent to the device.
     set: constants of the policy, as a mapping or as NAME=VALUE (see PolicyConfig).
     deterministic: plans go by fixed costs and are always waited for, so that for the same `threads` two runs are equal
@@ -52,6 +54,7 @@ class EngineConfig:
     dtype: str = "auto"
     host_dtype: str = "auto"
     host_mode: str = "auto"
+    host_dense: str = "own"
     threads: int | None = None
     predictor: str = "auto"
     staging: str = "auto"
@@ -69,6 +72,7 @@ class EngineConfig:
             "dtype": ("auto", *get_args(DTypeName)),
             "host_dtype": ("auto", *get_args(DTypeName)),
             "host_mode": get_args(HostMode),
+            "host_dense": get_args(HostDense),
             "staging": get_args(StagingName),
         }
         for name, allowed in choices.items():

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from dynajax.budget import MemoryPlan
 from dynajax.bundles import HostStore, load_store, one_arena
 from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig
+from dynajax.config.engine import HostDense
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.mixture.cold import ColdExperts
@@ -285,7 +287,7 @@ def load_parts(
     weights = load_dense(checkpoint, programs, device, prepared.host_dtype, loaded(0))
     kind, rows = programs.shapes.pool_type, spec.unit_rows
     pool = DevicePool(placement.slots, spec.ffn_parts, rows, spec.unit_width, kind, spec.units)
-    host = open_pool(host_threads(config))
+    host = open_pool(host_threads(config), cast("HostDense", config.host_dense))
 
     def placed(layer: int) -> None:
         progress("place", layer + 1, spec.layers)

@@ -171,8 +171,10 @@ def lay_out_offloaded(
     config: EngineConfig, strategy: Strategy | MixtureStrategy, shapes: Shapes, device: Target, progress: Progress
 ) -> Layout:
     """With units on both sides."""
-    mode = "threads" if strategy.planned else offload_mode(config.host_mode, device.platform)
-    if config.host_mode == "auto" and mode == "threads" and device.platform == "cpu" and not strategy.planned:
+    # A library is not called from inside a program.
+    between = strategy.planned or (config.host_mode == "auto" and config.host_dense != "own")
+    mode = "threads" if between else offload_mode(config.host_mode, device.platform)
+    if config.host_mode == "auto" and mode == "threads" and device.platform == "cpu" and not between:
         log.warning("host mode threads, which is slower than ffi: %s", ffi.unavailable())
     layout = _try(config, "planned" if strategy.planned else mode, shapes, device, progress)
     assert layout is not None

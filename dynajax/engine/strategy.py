@@ -60,6 +60,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: st
     Policy: dynamic on a GPU, with the guard; static on the CPU backend, where pool and host share one memory and a
     move can never pay, and where without prediction every neuron is needed in every token.
     """
+    if config.host_dense != "own":
+        raise UsageError(f"--host-dense {config.host_dense} multiplies experts, and this model has none: leave it out")
     for name in ("assign", "cache", "prefetch"):
         if getattr(config, name) != "auto":
             raise UsageError(f"--{name} is for experts, and this model has none: leave it out")

@@ -8,6 +8,7 @@ from dynajax.config import EngineConfig, ModelSpec, PolicyConfig
 from dynajax.errors import UsageError
 from dynajax.policy.experts.config import ExpertConfig
 from dynajax.policy.experts.presets import PRESETS, ExpertPolicy, expert_policy
+from hostcompute.dense import unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,11 @@ def resolve_mixture(config: EngineConfig, spec: ModelSpec, platform: str) -> Mix
     Policy: workload-aware on a GPU, with the guard; static on the CPU backend, where pool and host share one memory and
     a move can never pay.
     """
+    if config.host_dense != "own":
+        if (reason := unavailable(config.host_dense)) is not None:
+            raise UsageError(f"--host-dense {config.host_dense} cannot be used here: {reason}; use own")
+        if config.host_mode == "ffi":
+            raise UsageError(f"--host-dense {config.host_dense} needs --host-mode threads (or auto), got ffi")
     plain = "exact" if spec.activation.has_zeros else "dense"
     if config.sparsity == "predicted":
         raise UsageError(f"--sparsity predicted skips neurons, and routing is never altered: use {plain} or auto")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dynajax.policy.experts.presets import PRESETS
+from hostcompute.dense import unavailable
 from tests.engine.mixture.zoo import FAMILIES, SEED, TOKENS, assert_close, logits_at, opened
 
 SHARES = (0.0, 0.3, 0.7, 1.0)
@@ -50,6 +51,16 @@ def test_every_host_mode(zoo, family, mode):
         assert parts.prepared.host_mode == mode
         for position in (0, 64):
             assert_close(logits_at(parts, position), zoo.logits(family)[position])
+
+
+@pytest.mark.parametrize("dense", ["onednn", "blas"])
+def test_libraries_multiply_as_our_kernels_do(zoo, dense):
+    if (reason := unavailable(dense)) is not None:
+        pytest.skip(reason)
+    with opened(zoo.folder("qwen3_moe"), 0.3, host_dense=dense) as parts:
+        assert parts.prepared.host_mode == "threads"
+        for position in (0, 130):
+            assert_close(logits_at(parts, position), zoo.logits("qwen3_moe")[position])
 
 
 @pytest.mark.parametrize(("policy", "share"), [("auto", 0.3), ("static", 1.0), ("static", 0.3), ("scan", 0.7)])
