@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 KIND = "expert"
 MOST_EXPERTS = 2**16 - 1  # so that an id, and one more for "none", fit 16 bits
 MOST_MOVES = 2**28
+LAST = 0.7  # what a foretold token counts at the last of its experts, 1 at the first, as the engine counts them
 MOVE = 4  # numbers of a move: step, layer, slot, expert
 
 Ids = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
@@ -97,6 +98,12 @@ class RoutingTrace:
             return None
         return counted(self.predicted, self.step, self.steps, self.head.width)
 
+    def expected(self) -> F32 | None:
+        """[S, M, E] the same as plans go by it: a token counts less at experts that it was less sure of."""
+        if self.predicted is None:
+            return None
+        return weighed(self.predicted, self.step, self.steps, self.head.width)
+
     def resident_of(self, layer: int) -> npt.NDArray[np.bool_] | None:
         """[S, E] what was on the device when the layer ran; None: nothing is known."""
         if self.start is None or self.moves is None or self.slots is None:
@@ -114,12 +121,22 @@ class RoutingTrace:
 
 def counted(experts: Ids, step: I32, steps: int, width: int) -> I32:
     """[S, M, E] tokens of experts [T, M, K] in every step; ids of E and more are left out."""
-    layers = experts.shape[1]
-    found = np.zeros((steps, layers, width + 1), np.int32)
+    return _summed(experts, step, (steps, width), np.ones(experts.shape[2])).astype(np.int32)
+
+
+def weighed(experts: Ids, step: I32, steps: int, width: int) -> F32:
+    """[S, M, E] the same of experts foretold [T, M, K], best first: from 1 at the first to LAST at the last."""
+    return _summed(experts, step, (steps, width), np.linspace(1.0, LAST, experts.shape[2])).astype(np.float32)
+
+
+def _summed(experts: Ids, step: I32, size: tuple[int, int], weights: npt.NDArray[np.float64]) -> npt.NDArray:
+    steps, width = size
+    found = np.zeros((steps, experts.shape[1], width + 1))
     where = np.minimum(experts, width).astype(np.int64)
-    for layer in range(layers):
+    for layer in range(experts.shape[1]):
         flat = step[:, None].astype(np.int64) * (width + 1) + where[:, layer]
-        found[:, layer] = np.bincount(flat.ravel(), minlength=steps * (width + 1)).reshape(steps, width + 1)
+        told = np.bincount(flat.ravel(), np.tile(weights, len(flat)), minlength=steps * (width + 1))
+        found[:, layer] = told.reshape(steps, width + 1)
     return found[:, :, :width]
 
 

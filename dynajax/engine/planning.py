@@ -20,7 +20,7 @@ from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec
 from dynajax.engine.hosts import Host, make_host, offload_mode
 from dynajax.engine.largest import largest_temporary, unseen_bytes
 from dynajax.engine.layout import Layout
-from dynajax.engine.mixture.planning import host_extra, with_buffers
+from dynajax.engine.mixture.planning import host_extra, predictor_bytes, with_buffers
 from dynajax.engine.mixture.strategy import MixtureStrategy, resolve_mixture
 from dynajax.engine.prediction import NONE, Prediction, choose
 from dynajax.engine.strategy import Strategy, resolve
@@ -98,7 +98,8 @@ def prepare(
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
     host, prediction, staged = budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"), NONE, 0
     if isinstance(strategy, MixtureStrategy):
-        layout = with_buffers(layout, strategy, host_dtype)
+        predictors = predictor_bytes(strategy, spec, config, folder, fingerprint)
+        layout = with_buffers(layout, strategy, host_dtype, predictors)
         placement = place_experts(strategy.parts.placement, frequency, unit, layout.pool_bytes)
         host |= host_extra(strategy, spec)
     else:
@@ -277,7 +278,8 @@ def foresee(model: str, config: EngineConfig, device: Target | None = None) -> P
     strategy = resolve_any(config, spec, folder, fingerprint, device.platform)
     layout = lay_out_offloaded(config, strategy, shapes, device, _silent)
     if isinstance(strategy, MixtureStrategy):
-        layout = with_buffers(layout, strategy, prepared.host_dtype)
+        predictors = predictor_bytes(strategy, spec, config, folder, fingerprint)
+        layout = with_buffers(layout, strategy, prepared.host_dtype, predictors)
     elif strategy.planned:
         layout = add_plans(layout, strategy, budget.unit_bytes(spec, prepared.host_dtype), fingerprint)[0]
     least = budget.smallest_budget(sum(layout.fixed.values()), gpu=layout.gpu)

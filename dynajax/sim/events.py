@@ -172,6 +172,7 @@ class Simulation:
         open_works = [work for work in self._running if work.fixed_s <= 0]
         for work in open_works:
             work.speed = 1.0
+        open_works = [work for work in open_works if work.asks]
         left = dict(self._capacity)
         while open_works:
             level, tight = 1.0, None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from dynajax.config import ModelSpec
 from dynajax.engine.mixture.layers import MixtureLayers
 from dynajax.engine.prediction import find_folder
 from dynajax.errors import UsageError
@@ -43,13 +44,10 @@ class Foretellers:
         asked: bool = False,
     ) -> Foretellers:
         """Those of a kind; see `corrections_folder`. UsageError: the folder has none of this lead."""
-        count, hidden = len(layers.spec.unit_layers), layers.spec.hidden
         trained = corrections_folder(kind, folder, predictor, fingerprint, asked=asked)
-        lead = max(1, lead)
-        found = load_corrections(trained, kind, lead, count, hidden, fingerprint)
-        plain = Correction.none(hidden)
-        arrays = {m: tuple(jax.device_put(array) for array in found.get(m, plain).arrays) for m in range(count - lead)}
-        return cls(layers, lead, arrays, {m: found[m].kind if m in found else "gate" for m in arrays})
+        found = corrections_of(layers.spec, kind, lead, trained, fingerprint)
+        arrays = {m: tuple(jax.device_put(array) for array in each.arrays) for m, each in found.items()}
+        return cls(layers, max(1, lead), arrays, {m: each.kind for m, each in found.items()})
 
     def target(self, m: int) -> int | None:
         """The layer whose experts layer m foretells; None for the last ones."""
@@ -62,17 +60,31 @@ class Foretellers:
         program = self.layers.programs.get("foretell", down.shape[0])
         return program(self.layers.weights.routing[layer], h, shift, down, up)
 
-    @property
-    def nbytes(self) -> int:
-        """On the device."""
-        return sum(array.nbytes for arrays in self.corrections.values() for array in arrays)
+
+def corrections_of(
+    spec: ModelSpec, kind: str, lead: int, trained: Path | None, fingerprint: str | None
+) -> dict[int, Correction]:
+    """Of every layer that has another one `lead` further on; without a trained one nothing is corrected."""
+    count, lead = len(spec.unit_layers), max(1, lead)
+    found = load_corrections(trained, kind, lead, count, spec.hidden, fingerprint)
+    plain = Correction.none(spec.hidden)
+    return {m: found.get(m, plain) for m in range(count - lead)}
 
 
-def corrections_folder(kind: str, folder: Path, predictor: str, fingerprint: str | None, *, asked: bool) -> Path | None:
+def foretelling_bytes(spec: ModelSpec, kind: str, lead: int, trained: Path | None, fingerprint: str | None) -> int:
+    """What they take on the device."""
+    found = corrections_of(spec, kind, lead, trained, fingerprint)
+    return sum(array.nbytes for each in found.values() for array in each.arrays)
+
+
+def corrections_folder(
+    kind: str, folder: Path, predictor: str, fingerprint: str | None, *, asked: bool, says: bool = True
+) -> Path | None:
     """The trained predictors that a kind of prefetch reads: --predictor PATH, those in the model's folder, or the
     cache's; None for `gate`, and where there are none: then routers are asked early, and one log line says so.
 
-    UsageError: there are none, and the user asked for what cannot be had without (`asked`: --prefetch was given).
+    says: in the log. UsageError: there are none, and the user asked for what cannot be had without (`asked`:
+    --prefetch was given).
     """
     if predictor == "mlp":
         raise UsageError(
@@ -86,7 +98,7 @@ def corrections_folder(kind: str, folder: Path, predictor: str, fingerprint: str
             f"--prefetch {kind} needs trained predictors, and this model has none: run scripts/train_predictors.py, or "
             "give --prefetch gate"
         )
-    if found is None and predictor == "auto":
+    if found is None and predictor == "auto" and says:
         log.warning("no predictors were trained for this model: its routers are asked early instead, which finds less "
                     "(scripts/train_predictors.py trains them)")  # fmt: skip
     return found

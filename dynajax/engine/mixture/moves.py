@@ -16,6 +16,7 @@ from dynajax.policy.expert_costs import ExpertCostEstimator
 from dynajax.policy.experts.planner import ExpertPlanner
 from dynajax.policy.experts.prefetch import CountPredictor
 from dynajax.pool import DevicePool
+from predictors.routing import expected_tokens
 
 I32 = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -143,7 +144,7 @@ class Moves:
         if asked is not None:
             target, ids = asked
             guess = Routed(np.asarray(ids)[active], np.ones((int(active.sum()), ids.shape[1]), np.float32))
-            expected = guess.counts(self._units).astype(np.float64)
+            expected = expected_tokens(guess.ids, self._units)
             self._guesses[target] = guess, expected
             return target, expected
         return (m + 1, self._count.predict(m + 1)) if self._count and m + 1 < len(self._open) else (m, None)

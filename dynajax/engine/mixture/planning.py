@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from dynajax import budget
-from dynajax.config import DTYPE_BYTES, ModelSpec
+from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec
 from dynajax.engine.layout import Layout
+from dynajax.engine.mixture.foretelling import corrections_folder, foretelling_bytes
 from dynajax.engine.mixture.strategy import MixtureStrategy
 from dynajax.transfer import RING, piece_rows
 
 MOST_BUFFERS = 8  # experts that can pass through the device at a time
 
 
-def with_buffers(layout: Layout, strategy: MixtureStrategy, host_dtype: str) -> Layout:
-    """The layout with what bringing experts in needs beside the pool: pieces on their way, and a prompt's buffers."""
+def with_buffers(layout: Layout, strategy: MixtureStrategy, host_dtype: str, predictors: int) -> Layout:
+    """The layout with what bringing experts in needs beside the pool: pieces on their way, buffers that experts pass
+    through, and the bytes of what foretells them."""
     spec, shapes = layout.programs.shapes.spec, layout.programs.shapes
     pieces = RING * piece_bytes(spec, host_dtype)
     if not strategy.moves:  # the pool is filled before anything else needs the memory of temporaries
         return _grown(layout, {"scratch": layout.fixed["scratch"] + max(0, pieces - layout.temporaries)})
-    return _grown(layout, {"staging": pieces + buffers_of(spec) * budget.unit_bytes(spec, shapes.dtype)})
+    staging = pieces + buffers_of(spec) * budget.unit_bytes(spec, shapes.dtype)
+    return _grown(layout, {"staging": staging, "predictors": predictors})
+
+
+def predictor_bytes(
+    strategy: MixtureStrategy, spec: ModelSpec, config: EngineConfig, folder: Path, fingerprint: str | None
+) -> int:
+    """On the device; UsageError for predictors that were asked for and cannot be had."""
+    kind = strategy.parts.prefetch
+    if not strategy.moves or kind in ("none", "count"):
+        return 0
+    asked = config.prefetch != "auto"
+    trained = corrections_folder(kind, folder, config.predictor, fingerprint, asked=asked, says=False)
+    return foretelling_bytes(spec, kind, strategy.knobs.lead, trained, fingerprint)
 
 
 def buffers_of(spec: ModelSpec) -> int:

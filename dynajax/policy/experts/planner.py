@@ -210,10 +210,10 @@ class ExpertPlanner:
             copy_busy_s=copy_busy_s,
             last_used=self._last_used[layer, live],
         )
-        place = heaviest_absent(work)
+        place = heaviest_absent(work, predicted[live])
         self._guess[layer] = None if place is None else int(live[place])
         price_s = self.config.prefetch_price * costs.copy_s
-        chosen = choose_prefetch(work, victims, self._confidence, price_s, self._assign, costs)
+        chosen = choose_prefetch(work, place, victims, self._confidence, price_s, self._assign, costs)
         if chosen is None:
             return None
         units, slots = (np.array([value], np.int32) for value in chosen)

@@ -18,10 +18,11 @@ def predicted_tokens(predicted: F64) -> Ints:
     return np.where(predicted >= LIKELY, np.maximum(tokens, 1), 0)
 
 
-def heaviest_absent(work: Work) -> int | None:
-    """The place in the Work of the absent expert with most tokens, of equal ones the first; None if all are here."""
+def heaviest_absent(work: Work, predicted: F64) -> int | None:
+    """The place in the Work of the absent expert of which most is predicted [A], of equal ones the first; None if all
+    are here."""
     absent = np.flatnonzero(~work.resident)
-    return int(absent[np.argmax(work.tokens[absent])]) if len(absent) else None
+    return int(absent[np.argmax(predicted[absent])]) if len(absent) else None
 
 
 def saved_s(work: Work, place: int, assign: Assign, costs: ExpertCosts) -> float:
@@ -38,6 +39,7 @@ def saved_s(work: Work, place: int, assign: Assign, costs: ExpertCosts) -> float
 
 def choose_prefetch(
     work: Work,  # of the later layer as predicted; room: slots that it may give up
+    place: int | None,  # in the work, of the expert that may come; see `heaviest_absent`
     victims: I32,  # those slots, first to last
     confidence: float,  # probability that the chosen expert will be live
     price_s: float,  # what a prefetch must be expected to save
@@ -49,7 +51,6 @@ def choose_prefetch(
     DALI (arXiv 2602.03495) prefetches the absent expert of highest predicted workload, always, and found one to be
     best; here it must also pay: confidence times the seconds saved above the price.
     """
-    place = heaviest_absent(work)
     if place is None or not len(victims) or work.room < 1 or work.copy_busy_s > 0:
         return None
     if confidence * saved_s(work, place, assign, costs) <= price_s:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dynajax.config import ModelSpec
 from dynajax.errors import MismatchError, UsageError
 from dynajax.policy.experts.synthetic import Routing, draw_routing
-from dynajax.routing_trace import RoutingTrace, counted, read_routing
+from dynajax.routing_trace import RoutingTrace, counted, read_routing, weighed
 from dynajax.trace import DECODE, PREFILL
 
 F32 = npt.NDArray[np.float32]
@@ -42,6 +42,7 @@ class MixtureRun:
     rows: I32  # [S] tokens
     context: int  # tokens before the first step, of a row
     foretold: I32 | None = None  # [S, M, E] as an earlier layer of the same step foretold it; None: not recorded
+    expected: F32 | None = None  # [S, M, E] the same as plans go by it; None: they go by the counts
 
     @property
     def prompt_counts(self) -> I32:
@@ -141,7 +142,7 @@ def from_routing(trace: RoutingTrace, name: str, batch: int | None = None) -> Mi
 
 def _as_it_ran(trace: RoutingTrace) -> Iterator[MixtureRun]:
     """By generation; each prompt by itself."""
-    counts, foretold = trace.workload(), trace.foretold()
+    counts, foretold, expected = trace.workload(), trace.foretold(), trace.expected()
     first = np.flatnonzero(np.diff(trace.step, prepend=-1))  # the first token of each step
     phase, generation = trace.phase[first], trace.generation[first]
     tokens = np.bincount(trace.step, minlength=trace.steps) if trace.experts is not None else _tokens_of(trace)
@@ -157,6 +158,7 @@ def _as_it_ran(trace: RoutingTrace) -> Iterator[MixtureRun]:
             rows=tokens[decoded].astype(np.int32),
             context=int(max((prompt.tokens for prompt in prompts), default=0)),
             foretold=None if foretold is None else foretold[decoded],
+            expected=None if expected is None else expected[decoded],
         )
 
 
@@ -193,6 +195,7 @@ def _side_by_side(trace: RoutingTrace, name: str, batch: int) -> Iterator[Mixtur
             rows=np.bincount(step, minlength=steps).astype(np.int32),
             context=-(-len(read) // batch),
             foretold=None if trace.predicted is None else counted(trace.predicted[tokens], step, steps, width),
+            expected=None if trace.predicted is None else weighed(trace.predicted[tokens], step, steps, width),
         )
 
 

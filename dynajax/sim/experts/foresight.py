@@ -34,6 +34,10 @@ class Foresight(Protocol):
         """None: nothing is known. Layers count among those that have experts."""
         ...
 
+    def told(self, step: int, layer: int) -> npt.NDArray | None:
+        """The same in whole tokens, as far as they are known: what the books go by."""
+        ...
+
     def observe(self, layer: int, tokens: Ints) -> None:
         """The layer has run."""
 
@@ -48,6 +52,10 @@ class Counted:
         """See Foresight."""
         return self._predictor.predict(layer)
 
+    def told(self, step: int, layer: int) -> npt.NDArray | None:
+        """See Foresight."""
+        return self.predict(step, layer)
+
     def observe(self, layer: int, tokens: Ints) -> None:
         """See Foresight."""
         self._predictor.observe(layer, tokens)
@@ -56,13 +64,18 @@ class Counted:
 class Known:
     """Predictions that are there beforehand."""
 
-    def __init__(self, expected: I32) -> None:  # [S, M, E]
-        self._expected = expected
+    def __init__(self, counts: I32, expected: npt.NDArray | None = None) -> None:  # [S, M, E]
+        self._counts, self._expected = counts, counts if expected is None else expected
 
     def predict(self, step: int, layer: int) -> F64 | None:
         """See Foresight."""
         found = self._expected[step, layer]
         return found.astype(np.float64) if found.any() else None
+
+    def told(self, step: int, layer: int) -> npt.NDArray | None:
+        """See Foresight."""
+        found = self._counts[step, layer]
+        return found if found.any() else None
 
     def observe(self, layer: int, tokens: Ints) -> None:
         """Nothing is learned."""
@@ -88,7 +101,7 @@ def foresights(activity: MixtureActivity, kind: str, recall: float | None, decay
         elif kind == "count":
             found.append(counting)
         elif recall is None and run.foretold is not None:
-            found.append(Known(run.foretold))
+            found.append(Known(run.foretold, run.expected))
         else:
             share = RECALL[kind] if recall is None else recall
             found.append(Known(draw_foretold(run.steps, activity.frequency, share, number)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class Moves:
         self.told: Foresight | None = None  # of the run
         self._open: list[list[Move]] = [[] for _ in range(layers)]
         self._brought: list[list[int]] = [[] for _ in range(layers)]  # prefetched for the layer's next step
+        self._coming: deque[Work] = deque()  # on the link, and some that have left it
 
     def asks(self, layer: int) -> bool:
         """Whether a later layer's router is asked with this one's input."""
@@ -57,13 +59,16 @@ class Moves:
     @property
     def unfinished(self) -> int:
         """Transfers that were asked for and are not done."""
-        return sum(not move.work.happened for moves in self._open for move in moves)
+        while self._coming and self._coming[0].happened:
+            self._coming.popleft()
+        return len(self._coming)
 
     def send(self, layer: int, units: I32, slots: I32, why: Why) -> list[Move]:
         """Bring these experts into these slots, in this order."""
         pairs = zip(units.tolist(), slots.tolist(), strict=True)
         moves = [Move(unit, slot, why, self._lanes.transfer()) for unit, slot in pairs]
         self._open[layer] += moves
+        self._coming.extend(move.work for move in moves)
         self._tally.moved[why] += len(moves)
         return moves
 
@@ -118,9 +123,9 @@ class Moves:
         tally.late += _needed(tokens, [move.unit for move in coming if move.why == "prefetched"])
         self._brought[layer] = []
         if self.told is not None and self.allowed and layer >= self.lead:
-            expected = self.told.predict(step, layer)
-            if expected is not None:
-                tally.foretell(tokens, resident, expected)
+            expected, counts = self.told.predict(step, layer), self.told.told(step, layer)
+            if expected is not None and counts is not None:
+                tally.foretell(tokens, resident, counts, expected)
 
 
 def _needed(tokens: Ints, units: Sequence[int]) -> int:

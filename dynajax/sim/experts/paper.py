@@ -37,7 +37,7 @@ TESTED = ("llama.cpp", "ktransformers", "hybrimoe", "dali", "ours")
 def job_of(model: str, batch: int) -> MixtureJob:
     """As the paper has it."""
     hardware = load_hardware(published.MACHINE)
-    return MixtureJob(model=model, batch=batch, hardware=hardware, prompt=published.PROMPT, tokens=published.TOKENS)
+    return MixtureJob(model=model, batch=batch, hardware=hardware, prompt=published.PROMPT, tokens=published.SIMULATED)
 
 
 def mixture_cells_of(model: str) -> list[Cell]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 MACHINE = "dali-pc"
 MODELS = ("deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b")
 PROMPT, TOKENS = 64, 64  # of which SIMULATED are simulated
-SIMULATED = 16
+SIMULATED = 32
 PREFILL_BATCHES = (8, 16, 32, 64, 128)
 DECODE_BATCHES = (16, 32, 64, 128)
 UNMODELLED = "moe-lightning"  # an offline pipeline of its own (arXiv 2411.11217), no policy of this engine

@@ -67,10 +67,10 @@ class MixtureTally:
             self.judged_s += here
             self.best_s += min(here, float(makespan(plan.work, scan(plan.work, costs).on_gpu, costs)))
 
-    def foretell(self, tokens: Ints, resident: Bools, expected: Ints) -> None:
-        """What came of a prediction of a layer-step: tokens [E], and those expected [E]."""
+    def foretell(self, tokens: Ints, resident: Bools, counts: Ints, expected: Ints) -> None:
+        """What came of a prediction of a layer-step: tokens [E], those foretold [E], and what plans went by [E]."""
         self.foretold_pairs += float(tokens.sum())
-        self.foretold_hits += float(np.minimum(tokens, expected).sum())
+        self.foretold_hits += float(np.minimum(tokens, counts).sum())
         absent = ~resident
         if (tokens[absent] > 0).any() and (expected[absent] > 0).any():
             self.top1 += 1

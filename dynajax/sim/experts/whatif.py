@@ -98,6 +98,7 @@ def fitted(activity: MixtureActivity, spec: ModelSpec) -> MixtureActivity:
             steps=run.steps[:, depth],
             prompts=tuple(replace(prompt, counts=prompt.counts[depth]) for prompt in run.prompts),
             foretold=None if run.foretold is None else run.foretold[:, depth],
+            expected=None if run.expected is None else run.expected[:, depth],
         )
         for run in activity.runs
     )

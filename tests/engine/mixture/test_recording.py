@@ -19,13 +19,14 @@ from dynajax.plan import Placement
 from dynajax.policy.experts.planner import ExpertPlanner
 from dynajax.policy.experts.presets import expert_policy
 from dynajax.policy.experts.records import ExpertCosts
-from dynajax.routing_trace import RoutingTrace, read_routing
+from dynajax.routing_trace import RoutingTrace, read_routing, weighed
 from dynajax.sim.experts.activity import from_routing
 from dynajax.sim.experts.decode import simulate
 from dynajax.sim.experts.shapes import MixtureWeights
 from dynajax.sim.experts.systems import MixtureSystem, as_engine, expert_constants
 from dynajax.sim.hardware import load_hardware
 from dynajax.trace import DECODE, PREFILL, Recorder
+from predictors.routing import expected_tokens
 from tests.engine.mixture.zoo import FAMILIES, TOKENS, folder_unit_bytes
 
 PROMPT, NEW, CTX = TOKENS[:20].tolist(), 6, 144
@@ -220,6 +221,12 @@ def test_the_simulator_has_the_engines_buffers(zoo, family):
     for layers in (spec.unit_layers, tuple(range(100))):
         other = replace(spec, layers=100, experts=replace(spec.experts, layers=layers))
         assert as_engine(MixtureSystem(policy=expert_policy("scan")), other).transit == buffers_of(other)
+
+
+def test_the_simulator_weighs_choices_as_the_engine_does():
+    ids = np.array([[[3, 1, 2]], [[1, 0, 4]]])
+    told = weighed(ids, np.zeros(2, np.int32), 1, 5)[0, 0]
+    assert told == pytest.approx(expected_tokens(ids[:, 0], 5)) and told[3] == 1
 
 
 def test_the_simulator_has_the_engines_constants():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynajax.policy.experts.prefetch import CountPredictor, choose_prefetch, predicted_tokens, saved_s
+from dynajax.policy.experts.prefetch import CountPredictor, choose_prefetch, heaviest_absent, predicted_tokens, saved_s
 from dynajax.policy.experts.records import makespan
 from dynajax.policy.experts.rivals import fetch_all, resident
 from dynajax.policy.experts.scan import scan
@@ -16,7 +16,7 @@ WORK = work_of([2, 7, 4, 7], [True, False, False, False], room=2)
 
 
 def test_the_heaviest_absent_expert_takes_the_first_slot():
-    assert choose_prefetch(WORK, VICTIMS, 1.0, 0.0, scan, COSTS) == (1, 5)
+    assert choose_prefetch(WORK, heaviest_absent(WORK, WORK.tokens), VICTIMS, 1.0, 0.0, scan, COSTS) == (1, 5)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_the_heaviest_absent_expert_takes_the_first_slot():
     ],
 )
 def test_nothing_to_prefetch(work, victims):
-    assert choose_prefetch(work, victims, 1.0, 0.0, scan, COSTS) is None
+    assert choose_prefetch(work, heaviest_absent(work, work.tokens), victims, 1.0, 0.0, scan, COSTS) is None
 
 
 def test_confidence_times_saving_must_exceed_the_price():
@@ -38,8 +38,14 @@ def test_confidence_times_saving_must_exceed_the_price():
     assert saving > 0
     for confidence in (0.2, 0.9):
         price = saving * confidence
-        assert choose_prefetch(WORK, VICTIMS, confidence, price * 0.999, scan, COSTS) is not None
-        assert choose_prefetch(WORK, VICTIMS, confidence, price * 1.001, scan, COSTS) is None
+        assert (
+            choose_prefetch(WORK, heaviest_absent(WORK, WORK.tokens), VICTIMS, confidence, price * 0.999, scan, COSTS)
+            is not None
+        )
+        assert (
+            choose_prefetch(WORK, heaviest_absent(WORK, WORK.tokens), VICTIMS, confidence, price * 1.001, scan, COSTS)
+            is None
+        )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -80,3 +86,10 @@ def test_count_predicts_the_decayed_past():
     last.observe(0, np.array([0, 1, 0]))
     last.predict(0)[:] = 9
     assert last.predict(0).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_of_equal_whole_tokens_the_finer_prediction_decides():
+    predicted = np.where(WORK.resident, 9.0, 0.7 + 0.1 * np.arange(len(WORK.tokens)))
+    place = heaviest_absent(WORK, predicted)
+    assert place == np.flatnonzero(~WORK.resident)[-1]
+    assert heaviest_absent(replace(WORK, resident=np.ones_like(WORK.resident)), predicted) is None
