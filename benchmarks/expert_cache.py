@@ -2,11 +2,13 @@
 
 python -m benchmarks.expert_cache --rows 1 8 16 --share 0.125 0.25 0.4 0.5
 python -m benchmarks.expert_cache --trace routing.npz --share 0.25
+python -m benchmarks.expert_cache --model tiny-moe --rows 1 8 16
 
 Synthetic routing unless a trace is given: an .npz with `tokens` [steps, layers, experts], the tokens that each expert
-had in each step. The first fifth of a trace gives the statistics that place experts. Times are modelled with the costs
-of one machine, PCIe 25 GB/s, host memory 50 GB/s and 0.8 TFLOP/s, device 800 GB/s and 60 TFLOP/s, and experts of
-Qwen3-30B-A3B in 16 bits.
+had in each step; or a model, which reads the held-out texts: a row is a window of one of them, rows go side by side.
+The first fifth of a trace gives the statistics that place experts. Times are modelled with the costs of one machine,
+PCIe 25 GB/s, host memory 50 GB/s and 0.8 TFLOP/s, device 800 GB/s and 60 TFLOP/s, and experts of Qwen3-30B-A3B in 16
+bits.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +30,8 @@ from dynajax.policy.experts.records import ExpertCosts
 from dynajax.policy.experts.replay import replay
 from dynajax.policy.experts.synthetic import RECIPES, draw_routing
 
+TEXTS = Path(__file__).parents[1] / "tests" / "data" / "heldout"
+WINDOW, MOST_WINDOWS, MOST_STEPS = 256, 48, 1536
 EXPERT_BYTES = 3 * 2048 * 768 * 2
 EXPERT_FLOP = 2 * 3 * 2048 * 768  # per token
 COSTS = ExpertCosts(
@@ -55,6 +60,11 @@ def traces(args: argparse.Namespace) -> Iterator[tuple[str, int | None, np.ndarr
         with np.load(args.trace) as file:
             yield args.trace, None, np.asarray(file["tokens"], np.int64)
         return
+    if args.model:
+        live = routing_of(args.model)
+        for rows in args.rows:
+            yield args.model, rows, side_by_side(live, rows)
+        return
     for recipe in args.recipe:
         for rows in args.rows:
             rng = np.random.default_rng(args.seed)
@@ -63,6 +73,31 @@ def traces(args: argparse.Namespace) -> Iterator[tuple[str, int | None, np.ndarr
                 rows,
                 draw_routing(RECIPES[recipe], args.steps, args.layers, args.experts, args.top_k, rows, rng),
             )
+
+
+def routing_of(model: str) -> np.ndarray:
+    """Which experts every token of every window of the held-out texts goes to [windows, WINDOW, M, E], texts mixed."""
+    from dynajax import Engine
+
+    seen: list[np.ndarray] = []
+    with Engine.from_pretrained(model, ctx=WINDOW + 1, offline=True) as engine:
+        parts = engine._parts
+        windows = []
+        for path in sorted(TEXTS.glob("*.txt")):
+            ids = parts.encode(path.read_text(encoding="utf-8"))
+            windows += [ids[at : at + WINDOW + 1] for at in range(0, len(ids) - WINDOW, WINDOW)]
+        order = np.random.default_rng(0).permutation(len(windows))[:MOST_WINDOWS]
+        engine.watch(lambda told: seen.append(told.live))
+        for number in order:
+            engine.score(windows[number])
+    layers = len(seen) // len(order)
+    return np.stack([np.stack(seen[at : at + layers], axis=1) for at in range(0, len(seen), layers)])
+
+
+def side_by_side(live: np.ndarray, rows: int) -> np.ndarray:
+    """[steps, M, E] tokens of every expert where so many windows are read together, one group after the other."""
+    groups = [live[at : at + rows].sum(axis=0, dtype=np.int64) for at in range(0, len(live) - rows + 1, rows)]
+    return np.concatenate(groups[: max(1, MOST_STEPS // live.shape[1])])
 
 
 def bounds_of(trace: np.ndarray, buckets: list[np.ndarray]) -> dict[str, dict[str, float]]:
@@ -167,6 +202,7 @@ def show(result: dict) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", help=".npz with tokens [steps, layers, experts]")
+    parser.add_argument("--model", help="one whose routing of the held-out texts is replayed")
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--share", type=float, nargs="+", default=[0.125, 0.25, 0.4, 0.5])
@@ -186,7 +222,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             results.append(result)
             show(result)
     summary = targets(results) if "decayed alone" in args.policy else {}
-    print(json.dumps({"machine": machine(), "synthetic": not args.trace, "targets": summary, "results": results}))
+    print(
+        json.dumps(
+            {"machine": machine(), "synthetic": not (args.trace or args.model), "targets": summary, "results": results}
+        )
+    )
 
 
 if __name__ == "__main__":
