@@ -98,7 +98,7 @@ class RoutingTrace:
             return None
         return counted(self.predicted, self.step, self.steps, self.head.width)
 
-    def expected(self) -> F32 | None:
+    def expected(self) -> npt.NDArray[np.float64] | None:
         """[S, M, E] the same as plans go by it: a token counts less at experts that it was less sure of."""
         if self.predicted is None:
             return None
@@ -124,9 +124,9 @@ def counted(experts: Ids, step: I32, steps: int, width: int) -> I32:
     return _summed(experts, step, (steps, width), np.ones(experts.shape[2])).astype(np.int32)
 
 
-def weighed(experts: Ids, step: I32, steps: int, width: int) -> F32:
+def weighed(experts: Ids, step: I32, steps: int, width: int) -> npt.NDArray[np.float64]:
     """[S, M, E] the same of experts foretold [T, M, K], best first: from 1 at the first to LAST at the last."""
-    return _summed(experts, step, (steps, width), np.linspace(1.0, LAST, experts.shape[2])).astype(np.float32)
+    return _summed(experts, step, (steps, width), np.linspace(1.0, LAST, experts.shape[2]))
 
 
 def _summed(experts: Ids, step: I32, size: tuple[int, int], weights: npt.NDArray[np.float64]) -> npt.NDArray:

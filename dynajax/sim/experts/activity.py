@@ -42,7 +42,7 @@ class MixtureRun:
     rows: I32  # [S] tokens
     context: int  # tokens before the first step, of a row
     foretold: I32 | None = None  # [S, M, E] as an earlier layer of the same step foretold it; None: not recorded
-    expected: F32 | None = None  # [S, M, E] the same as plans go by it; None: they go by the counts
+    expected: npt.NDArray[np.float64] | None = None  # [S, M, E] the same as plans go by it; None: they go by the counts
 
     @property
     def prompt_counts(self) -> I32:
