@@ -29,7 +29,7 @@ TEXTS = Path(__file__).parents[1] / "tests" / "data" / "heldout"
 PROMPT, WARM_UP = 32, 16
 DEFAULT = "default"
 POLICIES: dict[str, dict[str, str]] = {
-    DEFAULT: {"policy": "scan", "prefetch": "gate"},  # what `auto` is on a GPU
+    DEFAULT: {"policy": "scan", "prefetch": "corrected"},  # what `auto` is on a GPU
     "static": {"policy": "static", "host_mode": "threads"},
     "lru": {"policy": "lru"},
     "hybrimoe": {"policy": "hybrimoe"},

@@ -113,9 +113,8 @@ class Moves:
         """Ask where the tokens of h [B, D] go in a later layer; the answer is on its way to the host."""
         if self.foretellers is None or (target := self.foretellers.target(m)) is None:
             return None
-        costs, rows = self.estimator.costs(), h.shape[0]
-        if costs.cpu(rows) <= costs.gpu(rows):
-            return None  # an expert here saves nothing
+        if not self.planner.asks(target):
+            return None
         ids = self.foretellers.ids(m, h)
         ids.copy_to_host_async()
         return target, ids
@@ -123,13 +122,15 @@ class Moves:
     def ahead(self, m: int, asked: Asked | None, active: Bools, tokens: Tokens) -> None:
         """Layer m has run with these tokens: a prefetch for the layer that was asked about, else what the cache policy
         wants here. Only on an idle link."""
+        counted = None
         if self._count is not None:
             self._count.observe(m, tokens)
+            counted = m + 1 if m + 1 < len(self._open) and self.planner.asks(m + 1) else None
         if self.busy_s() > 0:
             return
         costs = self.estimator.costs()
-        target, predicted = self._predicted(m, asked, active)
-        if predicted is not None:
+        if asked is not None or counted is not None:
+            target, predicted = self._predicted(asked, counted, active)
             self.land(target)
             found = self.planner.prefetch(target, predicted, costs)
             if found is not None:
@@ -139,15 +140,18 @@ class Moves:
         for unit, slot in zip(swaps.units, swaps.slots, strict=True):
             self._move(m, unit, slot, "swapped")
 
-    def _predicted(self, m: int, asked: Asked | None, active: Bools) -> tuple[int, npt.NDArray[np.float64] | None]:
-        """(number of a layer, tokens [E] that its experts are expected to get), or (m, None)."""
+    def _predicted(
+        self, asked: Asked | None, counted: int | None, active: Bools
+    ) -> tuple[int, npt.NDArray[np.float64]]:
+        """(number of a layer, tokens [E] that its experts are expected to get)."""
         if asked is not None:
             target, ids = asked
             guess = Routed(np.asarray(ids)[active], np.ones((int(active.sum()), ids.shape[1]), np.float32))
             expected = expected_tokens(guess.ids, self._units)
             self._guesses[target] = guess, expected
             return target, expected
-        return (m + 1, self._count.predict(m + 1)) if self._count and m + 1 < len(self._open) else (m, None)
+        assert counted is not None and self._count is not None
+        return counted, self._count.predict(counted)
 
     def look_back(self, m: int, there: Routed, tokens: Tokens, bucket: I32) -> None:
         """What came of what was foretold of this step, and of what was brought in for it. bucket: the pool as it is."""

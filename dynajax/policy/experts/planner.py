@@ -15,6 +15,7 @@ from dynajax.policy.experts.prefetch import choose_prefetch, heaviest_absent, pr
 from dynajax.policy.experts.presets import ExpertPolicy
 from dynajax.policy.experts.records import F64, I32, Bools, ExpertCosts, Ints, Work
 
+PATIENCE, RARELY = 8, 32  # see `ExpertPlanner.asks`
 RESIDENT, ABSENT, COMING, LEAVING = range(4)  # where an expert is; the last two until its transfer is reported
 _NONE = np.empty(0, np.int32)
 
@@ -76,6 +77,7 @@ class ExpertPlanner:
         self._steps = np.zeros(layers, np.int64)
         self._guess: list[int | None] = [None] * layers  # the expert last thought worth a prefetch
         self._confidence = config.confidence
+        self._in_vain = np.zeros(layers, np.int64)  # answers in a row that were no prefetch, and asks left out since
         self.check()
         self.start_sequence()
 
@@ -192,6 +194,16 @@ class ExpertPlanner:
             self._send(layer, units, slots)
         return LayerSwaps(units, slots)
 
+    def asks(self, layer: int) -> bool:
+        """Whether to foretell the layer's next step: always, or after `PATIENCE` answers in vain one step in `RARELY`.
+        What foretells costs time too, and where the link is slow or experts are small nothing ever pays. Call it once a
+        step."""
+        vain = self._in_vain[layer]
+        if vain < PATIENCE:
+            return True
+        self._in_vain[layer] = vain + 1
+        return (vain - PATIENCE) % RARELY == RARELY - 1
+
     def prefetch(
         self, layer: int, predicted: F64, costs: ExpertCosts, *, transit: int = 0, copy_busy_s: float = 0.0
     ) -> LayerSwaps | None:
@@ -215,7 +227,9 @@ class ExpertPlanner:
         price_s = self.config.prefetch_price * costs.copy_s
         chosen = choose_prefetch(work, place, victims, self._confidence, price_s, self._assign, costs)
         if chosen is None:
+            self._in_vain[layer] += self._in_vain[layer] < PATIENCE
             return None
+        self._in_vain[layer] = 0
         units, slots = (np.array([value], np.int32) for value in chosen)
         self._send(layer, units, slots)
         return LayerSwaps(units, slots)

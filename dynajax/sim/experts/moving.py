@@ -98,11 +98,14 @@ class Moves:
         left_s: until the next layer that has experts plans; what would arrive later is left alone. None: as the engine
         does, one move whenever it arrives.
         """
-        if not self.allowed or self.unfinished:
+        target = layer + self.lead
+        if not self.allowed:
             return
-        costs, target = self._estimator.costs(), layer + self.lead
-        expected = None
-        if self.told is not None and target < len(self._open) and (left_s is None or costs.copy_s <= left_s):
+        asks = self.told is not None and target < len(self._open) and self._planner.asks(target)
+        if self.unfinished:
+            return
+        costs, expected = self._estimator.costs(), None
+        if self.told is not None and asks and (left_s is None or costs.copy_s <= left_s):
             expected = self.told.predict(step, target)
         if expected is not None:
             self.land(target)

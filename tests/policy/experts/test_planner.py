@@ -281,3 +281,20 @@ def test_every_live_expert_is_computed_once_and_the_books_stay_right(data):
         planner.applied(*transfer)
     planner.check()
     assert all(planner.resident(layer).sum() == len(buckets[layer]) for layer in range(layers))
+
+
+def test_what_never_pays_is_asked_for_rarely_and_at_once_again_when_it_does():
+    planner = ExpertPlanner(
+        1, 4, expert_policy("scan", prefetch="gate"), ExpertConfig(prefetch_price=1e6), [np.arange(2)]
+    )
+    asked = []
+    for step in range(200):
+        if planner.asks(0):
+            asked.append(step)
+            assert planner.prefetch(0, np.array([0.0, 0.0, 1.0, 0.0]), COSTS) is None
+    assert asked[:9] == [*range(8), 39] and asked[9:] == [71, 103, 135, 167, 199]
+    pays = ExpertPlanner(1, 4, expert_policy("scan", prefetch="gate"), ExpertConfig(prefetch_price=0.0), [np.arange(2)])
+    pays._in_vain[0] = 39
+    assert (
+        pays.asks(0) and pays.prefetch(0, np.array([0.0, 0.0, 9.0, 9.0]), COSTS) is not None and pays._in_vain[0] == 0
+    )
