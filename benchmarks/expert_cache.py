@@ -81,7 +81,7 @@ def routing_of(model: str) -> np.ndarray:
 
     seen: list[np.ndarray] = []
     with Engine.from_pretrained(model, ctx=WINDOW + 1, offline=True) as engine:
-        parts = engine._parts
+        parts = engine._open_parts()
         windows = []
         for path in sorted(TEXTS.glob("*.txt")):
             ids = parts.encode(path.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
-from dynajax.models.decoder import Decoder, add_ffn, embed
+from dynajax.models.decoder import Decoder, Ffn, add_ffn, embed
 from dynajax.ops.ffn import combine
 from dynajax.ops.linear import contract
 
@@ -38,6 +38,7 @@ def layers_of(model: Decoder) -> Callable[[npt.NDArray[np.int32]], Layers]:
         x, seen = embed(spec, whole.embed[...], learned, tokens, positions), Layers([], [], [], [])
         for attend, ffn in zip(whole.attention, whole.ffn, strict=True):
             x, h = attend(x, positions)
+            assert isinstance(ffn, Ffn), "a mixture of experts has no neurons to record"
             y, first = ffn(h)
             up = None if ffn.gate is None else contract("BTD,FD->BTF", h, ffn.up[...])
             for part, found in zip(seen, (x, h, *combine(first, up, spec.activation)), strict=True):

@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -77,13 +78,13 @@ def write(folder: Path, *, layers: int, experts: int, top_k: int, width: int, **
     """The folder, a shard a layer; -> bytes of weights. changes: of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": width}
-    config = CONFIG | {"num_hidden_layers": layers} | sizes | changes
+    config: dict[str, Any] = CONFIG | {"num_hidden_layers": layers} | sizes | changes
     noise = (np.random.default_rng(0).standard_normal(NOISE, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
-    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    shape = (config["vocab_size"], config["hidden_size"])
     ends = {
-        "model.embed_tokens.weight": np.resize(noise, (vocab, hidden)),
-        "lm_head.weight": np.resize(noise[::-1], (vocab, hidden)),
-        "model.norm.weight": np.ones(hidden, ml_dtypes.bfloat16),
+        "model.embed_tokens.weight": np.resize(noise, shape),
+        "lm_head.weight": np.resize(noise[::-1], shape),
+        "model.norm.weight": np.ones(shape[1], ml_dtypes.bfloat16),
     }
     shards = itertools.chain([ends], (dict(tensors_of(layer, config, noise)) for layer in range(layers)))
     total, where = 0, {}

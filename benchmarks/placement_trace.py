@@ -19,7 +19,7 @@ from benchmarks.make_checkpoint import topic_ids
 from dynajax.checkpoint import Checkpoint
 from dynajax.cli.prompts import prompt_ids
 from dynajax.config import ModelSpec
-from dynajax.models.decoder import Decoder
+from dynajax.models.decoder import Decoder, Ffn
 from dynajax.testing import load_decoder
 from predictors.calibration import top_mask
 from predictors.forms import Form, Shape
@@ -88,7 +88,7 @@ def record(
     model = load_decoder(Checkpoint.open(folder))
     if density is None and not model.spec.activation.has_zeros:
         raise ValueError(f"density must be given, {model.spec.activation.kind} has no zeros")
-    down = np.stack([np.linalg.norm(_array(ffn.down), axis=1) for ffn in model.ffn])
+    down = np.stack([np.linalg.norm(_array(_neurons(model, layer).down), axis=1) for layer in range(model.spec.layers)])
     sources = [source_of(model, layer, row) for layer, row in enumerate(down)]
     run = layers_of(model)
     seen = see(run, down, other, density)
@@ -119,11 +119,17 @@ def score(predict: Predict, curves: list[tuple[F32, F32]], streams: list[F32]) -
 
 def source_of(model: Decoder, layer: int, down_norm: F32) -> GateSource:
     """What predictors need of a layer's weights."""
-    ffn, norm = model.ffn[layer], model.attention[layer].ffn_norm
+    ffn, norm = _neurons(model, layer), model.attention[layer].ffn_norm
     if ffn.gate is None or norm is None:
         raise ValueError("only gated models with a norm before each FFN can be recorded")
     rows = [ffn.gate, ffn.up][: Shape.of(model.spec).matrices]
     return GateSource(rows=tuple(_array(row) for row in rows), norm=_array(norm), down_norm=down_norm)
+
+
+def _neurons(model: Decoder, layer: int) -> Ffn:
+    ffn = model.ffn[layer]
+    assert isinstance(ffn, Ffn), "a mixture of experts has no neurons to record"
+    return ffn
 
 
 def _array(weight: nnx.Param) -> F32:

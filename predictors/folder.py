@@ -118,9 +118,9 @@ def write_predictors(folder: Path, manifest: Manifest, weights: Weights) -> Path
     _check_finite(tree, folder)
     needed = sum(array.nbytes for part in tree.values() for array in part.values()) + _SLACK_BYTES
     with draft_of(folder, needed) as draft:
-        _check_room(draft / WEIGHTS_NAME, needed)
-        _save(draft / WEIGHTS_NAME, tree)
-        record["files"] = _hashes(draft / WEIGHTS_NAME)
+        check_room(draft / WEIGHTS_NAME, needed)
+        save(draft / WEIGHTS_NAME, tree)
+        record["files"] = hashes(draft / WEIGHTS_NAME)
         with (draft / MANIFEST_NAME).open("w", encoding="utf-8") as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")
@@ -149,7 +149,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _hashes(folder: Path) -> dict[str, str]:
+def hashes(folder: Path) -> dict[str, str]:
     """sha256 of every file below `folder`, by its path there; a link has none, and so never matches."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -167,7 +167,7 @@ def _check_files(folder: Path) -> None:
     if not isinstance(said, dict) or not said:
         raise ModelError(f"{located(folder / MANIFEST_NAME)}: files must be an object, got {quoted(said)}")
     try:
-        found = _hashes(folder / WEIGHTS_NAME)
+        found = hashes(folder / WEIGHTS_NAME)
     except OSError as error:
         raise StorageError(f"cannot read {located(folder / WEIGHTS_NAME)}: {error.strerror or error}") from error
     if found != said:
@@ -220,7 +220,7 @@ def matching_manifest(folder: Path, fingerprint: str | None, sizes: dict[str, in
 
 def _sound_tree(folder: Path, manifest: Manifest) -> dict[str, Arrays]:
     _check_files(folder)
-    tree = _restore(folder, manifest)
+    tree = restore(folder, manifest)
     if problem := _tree_problem(manifest, tree):
         raise ModelError(f"{located(folder)} is damaged: {problem}")
     _check_finite(tree, folder)
@@ -308,14 +308,15 @@ def _tree(weights: Weights) -> dict[str, dict[str, npt.NDArray]]:
     return {_key(i): {"fc1": fc1, "fc2": fc2} for i, (fc1, fc2) in enumerate(weights)}
 
 
-def _check_room(path: Path, count: int) -> None:
+def check_room(path: Path, count: int) -> None:
     """OSError if `count` bytes cannot be had at `path`: a full disk or a quota, which orbax ends with pages of log."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, count)
     path.unlink()
 
 
-def _save(path: Path, tree: dict[str, dict[str, npt.NDArray]]) -> None:
+def save(path: Path, tree: dict[str, dict[str, npt.NDArray]]) -> None:
+    """The arrays of a tree, written by orbax. StorageError: they cannot be."""
     import orbax.checkpoint as ocp
 
     try:
@@ -334,7 +335,7 @@ def storage_error(path: Path, error: Exception) -> StorageError:
     return StorageError(f"cannot write {located(path)}: {reason}")
 
 
-def _restore(folder: Path, manifest: Manifest) -> dict[str, Arrays]:
+def restore(folder: Path, manifest: Manifest) -> dict[str, Arrays]:
     """The arrays, once their stored shapes and types are known to be those of the manifest."""
     import orbax.checkpoint as ocp
 

@@ -27,7 +27,7 @@ from dynajax.checkpoint.drafts import draft_of
 from dynajax.checkpoint.json_file import read_json
 from dynajax.checkpoint.wording import listing, located, plain, quoted
 from dynajax.errors import MismatchError, ModelError, NumericalError, StorageError
-from predictors.folder import DTYPES, MANIFEST_NAME, WEIGHTS_NAME, Kinds, _check_room, _hashes, _restore, _save
+from predictors.folder import DTYPES, MANIFEST_NAME, WEIGHTS_NAME, Kinds, check_room, hashes, restore, save
 
 VERSION = 1
 KIND = "experts"
@@ -99,9 +99,9 @@ def write_routing(folder: Path, manifest: RoutingManifest, tree: Mapping[str, Ar
     _check_finite(weights, folder)
     needed = sum(array.nbytes for arrays in weights.values() for array in arrays.values()) + _SLACK_BYTES
     with draft_of(folder, needed) as draft:
-        _check_room(draft / WEIGHTS_NAME, needed)
-        _save(draft / WEIGHTS_NAME, weights)
-        record["files"] = _hashes(draft / WEIGHTS_NAME)
+        check_room(draft / WEIGHTS_NAME, needed)
+        save(draft / WEIGHTS_NAME, weights)
+        record["files"] = hashes(draft / WEIGHTS_NAME)
         with (draft / MANIFEST_NAME).open("w", encoding="utf-8") as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")
@@ -142,7 +142,7 @@ def read_routing(
             f"{str(fingerprint)[:12]}: train it again"
         )
     _check_files(folder, record.get("files"))
-    tree = _restore(folder, manifest)  # ty: ignore[invalid-argument-type]  # it asks for nothing but `arrays`
+    tree = restore(folder, manifest)  # ty: ignore[invalid-argument-type]  # it asks for nothing but `arrays`
     if problem := _tree_problem(manifest, tree):
         raise ModelError(f"{located(folder)} is damaged: {problem}")
     _check_finite(tree, folder)
@@ -170,7 +170,7 @@ def _check_files(folder: Path, said: object) -> None:
     if not isinstance(said, dict) or not said:
         raise ModelError(f"{located(folder / MANIFEST_NAME)}: files must be an object, got {quoted(said)}")
     try:
-        found = _hashes(folder / WEIGHTS_NAME)
+        found = hashes(folder / WEIGHTS_NAME)
     except OSError as error:
         raise StorageError(f"cannot read {located(folder / WEIGHTS_NAME)}: {error.strerror or error}") from error
     if found != said:

@@ -92,7 +92,7 @@ CHOICES = {
     "sparsity": ("auto", "dense", "exact", "predicted"),
     "policy": (
         *("auto", "dynamic", "macro+micro", "macro", "micro", "static", "lru", "none"),
-        *("scan", "dali", "hybrimoe", "bandwidth-split", "fiddler", "lfu", "layer-split"),
+        *("scan", "dali", "hybrimoe", "hybrimoe-shipped", "bandwidth-split", "fiddler", "lfu", "layer-split"),
     ),
     "cache": ("auto", "decayed", "dali", "lru", "lfu", "ema", "static"),
     "prefetch": ("auto", "corrected", "residual", "residual-mean", "gate", "count", "none"),

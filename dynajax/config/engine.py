@@ -15,7 +15,17 @@ Sparsity = Literal["auto", "dense", "exact", "predicted"]
 HostMode = Literal["auto", "threads", "callback", "ffi"]
 NeuronPolicy = Literal["dynamic", "macro+micro", "macro", "micro", "static", "lru", "none"]
 ExpertPolicyName = Literal[
-    "scan", "dali", "hybrimoe", "bandwidth-split", "fiddler", "lru", "lfu", "static", "layer-split", "none"
+    "scan",
+    "dali",
+    "hybrimoe",
+    "hybrimoe-shipped",
+    "bandwidth-split",
+    "fiddler",
+    "lru",
+    "lfu",
+    "static",
+    "layer-split",
+    "none",
 ]
 PolicyName = Literal["auto", NeuronPolicy, ExpertPolicyName]
 AssignName = Literal[

@@ -40,8 +40,7 @@ class PolicyConfig:
     record_scores: bool = False
     # of experts; where no source is named, chosen with benchmarks/expert_cache.py
     expert_decay: float = 0.96  # of an expert's share of the traffic per step
-    move_price: float = 0.7  # a swap must save so many times what moving an expert takes, while its score holds
-    fetch_price: float = 0.2  # what a fetch must save in its own step, in times of moving an expert
+    move_price: float = 0.2  # a swap must save so many times what moving an expert takes, while its score holds
     prefetch_price: float = 0.1  # what a prefetch must be expected to save, in times of moving an expert
     w_size: int = 4  # dali: steps of a window
     u_size: int = 1  # dali: swaps at its end
@@ -71,7 +70,7 @@ class PolicyConfig:
             check_number(name, getattr(self, name), 0, 1)
         for name in ("expert_decay", "ema_decay", "count_decay", "confidence_decay"):
             check_number(name, getattr(self, name), 0, 0.9999)
-        for name in ("move_price", "fetch_price", "prefetch_price"):
+        for name in ("move_price", "prefetch_price"):
             check_number(name, getattr(self, name), 0, 1e6)
         for name in ("w_size", "u_size"):
             check_number(name, getattr(self, name), 1, 2**31, whole=True)

@@ -192,7 +192,7 @@ class Engine:
             "model": parts.prepared.model,
             "sparsity": parts.prepared.strategy.sparsity,
             "policy": parts.policy,
-            "predictor": parts.prepared.prediction.kind,
+            "predictor": parts.predictor,
             "staging": None if planned is None else planned.staging,
             "host_mode": parts.prepared.host_mode,
             "memory": parts.memory_figures(),

@@ -113,6 +113,13 @@ class Parts:
             return "static"
         return self.prepared.strategy.policy
 
+    @property
+    def predictor(self) -> str:
+        """What foretells units: of neurons or, for experts, of the layers ahead."""
+        if self.mixture is not None:
+            return self.mixture.runner.moves.foretold
+        return self.prepared.prediction.kind
+
     def reset_counters(self) -> None:
         """Start counting a new generation's decode steps."""
         self.stepper.reset_counters()

@@ -51,7 +51,7 @@ def _make_result(parts: Parts, row: Continuation, phases: Phases, prefilled: int
         seed=row.seed,
         sparsity=prepared.strategy.sparsity,
         policy=parts.policy,
-        predictor=prepared.prediction.kind,
+        predictor=parts.predictor,
         timings=Timings(
             load_s=parts.load_s,
             compile_s=prepared.programs.compile_s,

@@ -16,10 +16,11 @@ from dynajax.engine.mixture.moves import Moves, Wishes
 from dynajax.engine.mixture.planning import buffers_of
 from dynajax.engine.mixture.probing import START, probed
 from dynajax.engine.mixture.runner import MixtureRunner
-from dynajax.engine.mixture.strategy import MixtureStrategy, expert_config
+from dynajax.engine.mixture.strategy import MixtureStrategy
 from dynajax.engine.planning import Prepared
 from dynajax.mover import Mover, Span
 from dynajax.policy.expert_costs import ExpertCostEstimator
+from dynajax.policy.experts.config import expert_config
 from dynajax.policy.experts.planner import ExpertPlanner
 from dynajax.policy.guard import Guard
 from dynajax.pool import DevicePool

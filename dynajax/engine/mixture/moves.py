@@ -57,6 +57,14 @@ class Moves:
         if planner.policy.prefetch == "count":
             self._count = CountPredictor(count, units, planner.config.count_decay)
 
+    @property
+    def foretold(self) -> str:
+        """By what experts are prefetched: `mixed` where layers differ, `none` where nothing is."""
+        if self._count is not None:
+            return "count"
+        kinds = set() if self.foretellers is None else set(self.foretellers.kinds.values())
+        return "none" if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
+
     def start(self) -> None:
         """Count anew."""
         self.settle()

@@ -65,7 +65,7 @@ def _settings(parts: Parts, strategy: MixtureStrategy) -> dict[str, object]:
         "sparsity": strategy.sparsity,
         "policy": strategy.policy,
         **asdict(strategy.parts),
-        "predictor": parts.prepared.prediction.kind,
+        "predictor": parts.predictor,
         "lead": strategy.knobs.lead,
         "batch": parts.config.batch,
         "deterministic": parts.config.deterministic,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from dynajax.config import EngineConfig, ModelSpec, PolicyConfig
 from dynajax.errors import UsageError
-from dynajax.policy.experts.config import ExpertConfig
+from dynajax.policy.experts.config import expert_config
 from dynajax.policy.experts.presets import PRESETS, ExpertPolicy, expert_policy
 from hostcompute.dense import unavailable
 
@@ -55,6 +55,7 @@ def resolve_mixture(config: EngineConfig, spec: ModelSpec, platform: str) -> Mix
         raise UsageError(f"--sparsity predicted skips neurons, and routing is never altered: use {plain} or auto")
     if config.sparsity == "exact" and plain == "dense":
         raise UsageError(f"--sparsity exact needs true zeros, which {spec.activation.kind} has not: use dense")
+    expert_config(config.knobs)
     name = config.policy
     if name == "auto" and platform == "cpu":
         name = "static"
@@ -73,12 +74,6 @@ def resolve_mixture(config: EngineConfig, spec: ModelSpec, platform: str) -> Mix
     if strategy.planned and config.host_mode in ("callback", "ffi"):
         raise UsageError(f"--policy {name} needs --host-mode threads (or auto), got {config.host_mode}")
     return strategy
-
-
-def expert_config(knobs: PolicyConfig) -> ExpertConfig:
-    """The constants of expert policies among all."""
-    values = {field.name: getattr(knobs, field.name) for field in fields(ExpertConfig) if field.name != "decay"}
-    return ExpertConfig(decay=knobs.expert_decay, **values)
 
 
 def _parts_of(config: EngineConfig) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from dynajax.config import check_number
+from dynajax.config import PolicyConfig, check_number
+from dynajax.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +36,21 @@ class ExpertConfig:
         for name in ("w_size", "u_size"):
             check_number(name, getattr(self, name), 1, 2**31, whole=True)
         check_number("confidence", self.confidence, 0, 1)
+
+
+_SHARED = ("lead", "safety", "record_scores")  # constants that neurons and experts have in common
+
+
+def expert_config(knobs: PolicyConfig) -> ExpertConfig:
+    """The constants of expert policies among all. UsageError for one that was set and places neurons only."""
+    known = {_name_of(field.name): field.name for field in fields(ExpertConfig)}
+    default = PolicyConfig()
+    for field in fields(PolicyConfig):
+        if field.name not in (*known, *_SHARED) and getattr(knobs, field.name) != getattr(default, field.name):
+            raise UsageError(f"--set {field.name} is of neurons; for experts there are {', '.join((*known, *_SHARED))}")
+    return ExpertConfig(**{own: getattr(knobs, name) for name, own in known.items()})
+
+
+def _name_of(field: str) -> str:
+    """What `PolicyConfig` calls it, where neurons have a decay of their own."""
+    return "expert_decay" if field == "decay" else field

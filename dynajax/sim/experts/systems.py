@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from dynajax.config import ModelSpec, PolicyConfig
+from dynajax.config import ModelSpec
 from dynajax.policy.experts.config import ExpertConfig
 from dynajax.policy.experts.presets import PRESETS, ExpertPolicy
 
@@ -45,12 +45,6 @@ class MixtureSystem:
     def moves(self) -> bool:
         """Whether experts come and go while decoding."""
         return self.policy.assign != "resident" or self.policy.cache != "static" or self.policy.prefetch != "none"
-
-
-def expert_constants(knobs: PolicyConfig) -> ExpertConfig:
-    """Those of expert policies among all, by their names there; see `engine.mixture.strategy`."""
-    named = [entry.name for entry in fields(ExpertConfig) if entry.name != "decay"]
-    return ExpertConfig(decay=knobs.expert_decay, **{name: getattr(knobs, name) for name in named})
 
 
 def as_engine(system: MixtureSystem, spec: ModelSpec) -> MixtureSystem:

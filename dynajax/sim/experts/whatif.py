@@ -13,13 +13,13 @@ import numpy as np
 from dynajax.budget import margin_bytes, pool_budget
 from dynajax.config import ModelSpec, PolicyConfig, check_number, policy_from_settings
 from dynajax.errors import MismatchError, UsageError
-from dynajax.policy.experts.config import ExpertConfig
+from dynajax.policy.experts.config import ExpertConfig, expert_config
 from dynajax.policy.experts.presets import PRESETS, ExpertPolicy, place_experts
 from dynajax.sim.experts.activity import MixtureActivity
 from dynajax.sim.experts.bound import MixtureBound, bound_of
 from dynajax.sim.experts.decode import simulate
 from dynajax.sim.experts.shapes import MixtureWeights
-from dynajax.sim.experts.systems import MixtureSystem, as_engine, expert_constants
+from dynajax.sim.experts.systems import MixtureSystem, as_engine
 from dynajax.sim.hardware import Hardware
 from dynajax.sim.whatif import MOST_SETTINGS, sweep_words
 
@@ -172,7 +172,7 @@ def _run(
 def _figures(setup: MixtureSetup, policy: ExpertPolicy, setting: MixtureSetting) -> dict[str, float | None]:
     """Of one policy."""
     weights, activity = setup.weights, setup.activity
-    system = MixtureSystem(policy=policy, config=expert_constants(setting.config), lead=max(1, setting.config.lead))
+    system = MixtureSystem(policy=policy, config=expert_config(setting.config), lead=max(1, setting.config.lead))
     if setup.engine:
         system = as_engine(system, weights.spec)
     placement = place_experts(policy.placement, activity.frequency, int(weights.unit), setup.pool_bytes)

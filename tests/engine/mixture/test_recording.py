@@ -13,9 +13,9 @@ from dynajax.checkpoint import read_spec
 from dynajax.config import EngineConfig, PolicyConfig
 from dynajax.engine import plan_for
 from dynajax.engine.mixture.planning import buffers_of
-from dynajax.engine.mixture.strategy import expert_config
 from dynajax.errors import UsageError
 from dynajax.plan import Placement
+from dynajax.policy.experts.config import expert_config
 from dynajax.policy.experts.planner import ExpertPlanner
 from dynajax.policy.experts.presets import expert_policy
 from dynajax.policy.experts.records import ExpertCosts
@@ -23,7 +23,7 @@ from dynajax.routing_trace import RoutingTrace, read_routing, weighed
 from dynajax.sim.experts.activity import from_routing
 from dynajax.sim.experts.decode import simulate
 from dynajax.sim.experts.shapes import MixtureWeights
-from dynajax.sim.experts.systems import MixtureSystem, as_engine, expert_constants
+from dynajax.sim.experts.systems import MixtureSystem, as_engine
 from dynajax.sim.hardware import load_hardware
 from dynajax.trace import DECODE, PREFILL, Recorder
 from predictors.routing import expected_tokens
@@ -181,7 +181,7 @@ def simulated(trace: RoutingTrace, spec, frequency: np.ndarray) -> list[tuple]:
     told, made = trace.head.settings, []
     buckets = tuple(trace.start[m, : trace.slots[m]] for m in range(trace.head.layers))
     policy = expert_policy("scan", **{part: told[part] for part in ("assign", "cache", "prefetch", "placement")})
-    config = expert_constants(PolicyConfig(**told["knobs"]))
+    config = expert_config(PolicyConfig(**told["knobs"]))
     system = as_engine(MixtureSystem(policy=policy, config=config, lead=told["lead"]), spec)
     machine = replace(load_hardware("dali-pc"), link_bps=1e18, t0_s=1e-15)
     load = MixtureWeights(spec=spec, dtype="float32", host_dtype="float32").mixture_load()
@@ -227,8 +227,3 @@ def test_the_simulator_weighs_choices_as_the_engine_does():
     ids = np.array([[[3, 1, 2]], [[1, 0, 4]]])
     told = weighed(ids, np.zeros(2, np.int32), 1, 5)[0, 0]
     assert told == pytest.approx(expected_tokens(ids[:, 0], 5)) and told[3] == 1
-
-
-def test_the_simulator_has_the_engines_constants():
-    knobs = PolicyConfig(expert_decay=0.5, move_price=3.0, w_size=7, confidence=0.9)
-    assert expert_constants(knobs) == expert_config(knobs) != expert_config(PolicyConfig())

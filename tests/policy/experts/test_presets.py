@@ -5,8 +5,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from dynajax.config import PolicyConfig
 from dynajax.errors import UsageError
-from dynajax.policy.experts.config import ExpertConfig
+from dynajax.policy.experts.config import ExpertConfig, expert_config
 from dynajax.policy.experts.presets import PRESETS, ExpertPolicy, expert_policy, place_experts
 
 
@@ -43,6 +44,21 @@ def test_a_part_given_replaces_the_presets_own():
 def test_unknown_names_are_named(name, parts, message):
     with pytest.raises(UsageError, match=message):
         expert_policy(name, **parts)
+
+
+def test_constants_are_those_of_the_flags():
+    """The defaults too: what benchmarks measure is what the engine runs."""
+    assert expert_config(PolicyConfig()) == ExpertConfig()
+    knobs = PolicyConfig(expert_decay=0.5, move_price=3.0, w_size=7, lead=2, safety=0.9)
+    assert expert_config(knobs) == ExpertConfig(decay=0.5, move_price=3.0, w_size=7)
+
+
+@pytest.mark.parametrize("setting", [{"lam": 2.0}, {"theta": 0.1}, {"decay": 0.9}, {"window_units": 3}])
+def test_constants_of_neurons_are_refused(setting):
+    with pytest.raises(
+        UsageError, match=f"--set {next(iter(setting))} is of neurons; for experts there are expert_dec"
+    ):
+        expert_config(PolicyConfig(**setting))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(ExpertConfig)])
