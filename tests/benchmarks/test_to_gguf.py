@@ -2,15 +2,18 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from benchmarks import to_gguf
+from benchmarks.engines import llama, ours
 from benchmarks.to_gguf import convert, paired
-from dynajax.checkpoint import Checkpoint
+from dynajax.checkpoint import Checkpoint, resolve_model
 from dynajax.config import Activation, ModelSpec, Rope
-from dynajax.errors import UsageError
+from dynajax.errors import DynajaxError, UsageError
 from dynajax.testing import make_checkpoint
 
 SPEC = ModelSpec(
@@ -99,3 +102,28 @@ def test_a_relu_model_is_written_for_its_speed(tmp_path, capsys):
     with pytest.raises(SystemExit):
         to_gguf.main([*command, "--speed-only"])
     assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python: make bench-deps")
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_llama_cpp_agrees_with_the_engine(tmp_path, kind):
+    """smollm2-135m, prompt and single tokens: the logits of llama.cpp against this engine's, float32."""
+    try:
+        folder = resolve_model("smollm2-135m", offline=True)
+    except DynajaxError as error:
+        pytest.skip(str(error))
+    file = tmp_path / "model.gguf"
+    convert(folder, file, kind)
+    rng = np.random.default_rng(0)
+    prompt, following = rng.integers(0, 40_000, 48).tolist(), rng.integers(0, 40_000, 12).tolist()
+    settings = {"ctx": 64, "batch": 1, "threads": 2}
+    theirs = llama.open_session({"model": str(file), **settings}).session
+    own = ours.open_session({"model": str(folder), "dtype": "float32", "sparsity": "dense", **settings}).session
+    pairs = [(theirs.prefill([prompt])[0], own.prefill([prompt])[0])]
+    pairs += [(theirs.step([token])[0], own.step([token])[0]) for token in following]
+    errors = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs]
+    assert max(errors) < {"F16": 0.01, "Q8_0": 0.1}[kind], errors
+    assert np.mean([a.argmax() == b.argmax() for a, b in pairs]) >= {"F16": 1.0, "Q8_0": 0.8}[kind]
+    wrong = [float(np.abs(a - b).max() / np.abs(b).max()) for (a, _), (_, b) in pairwise(pairs)]
+    assert min(wrong) > 0.1, "other tokens' logits would pass"
