@@ -7,8 +7,10 @@ tokens. The answer has the seconds of the prompts and of every step, CPU seconds
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Logits = npt.NDArray[np.floating]  # [B, V]
 
 
@@ -77,6 +80,7 @@ def serve(open_session: Callable[[dict[str, Any]], Opened]) -> None:
 
     Whatever a library prints goes to stderr: stdout is for answers.
     """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # who is halted when its parent dies would stay for ever
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
