@@ -3,6 +3,7 @@
 import ctypes
 import importlib.machinery
 import logging
+import math
 import os
 import weakref
 from pathlib import Path
@@ -25,7 +26,7 @@ from hostcompute.checks import (
 from hostcompute.dense import Dense, DenseCall, dense_ffn, open_products
 from hostcompute.numpy_pool import NumpyPool
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 ISA_VARIABLE = "HOSTCOMPUTE_ISA"
 PACKAGE = Path(__file__).parent
 REMEDY = "run `python setup.py build_ext --inplace` in a checkout, or reinstall with a C++17 compiler"
@@ -44,6 +45,8 @@ class _Arena(ctypes.Structure):
         ("width", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
         ("padding", ctypes.c_int32),
+        ("stride", ctypes.c_int64),
+        ("places", ctypes.c_int64 * 2),
     )
 
 
@@ -240,7 +243,9 @@ class HostPool:
         """Checks a bundle and remembers it for as long as it lives; it must not be reshaped in place."""
         check_bundle(bundle)
         n, parts, rows, width = bundle.shape
-        arena = _Arena(_address(bundle), n, parts, rows, width, DTYPES[bundle.dtype.name], 0)
+        part = math.prod(bundle.shape[2:]) * bundle.itemsize
+        layout = (parts * part, (ctypes.c_int64 * 2)(part, 2 * part))
+        arena = _Arena(_address(bundle), n, parts, rows, width, DTYPES[bundle.dtype.name], 0, *layout)
         key, table = id(bundle), self._known
 
         def forget(reference: weakref.ref) -> None:

@@ -86,8 +86,10 @@ def prepare(
     device = device or jax.local_devices()[0]
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
     ctx = resolve_ctx(config, spec)
-    shapes = Shapes(spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch)
     strategy = resolve_any(config, spec, folder, fingerprint, device.platform)
+    shapes = Shapes(
+        spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch, skip_zeros=strategy.sparsity != "dense"
+    )
     if strategy.moves and config.staging != "auto":
         probe = np.zeros((1, 16), np.float32)
         open_staging(config.staging, jax.local_devices()[0], probe)  # refused before anything is loaded

@@ -57,34 +57,36 @@ def attend_chunk(block: AnyAttention, k, v, xs, y_cold, row, start, *, prefix: i
     return jax.lax.dynamic_update_slice_in_dim(xs, x[0], start, axis=0), h[0], k, v
 
 
-def hot_rows(x, h, parts: Parts, tally, layer, active, *, spec: ModelSpec):
+def hot_rows(x, h, parts: Parts, tally, layer, active, *, spec: ModelSpec, skip_zeros: bool = True):
     """x [B,D] plus the pool's share of the FFN; tally [L] gains the live slots of the active rows [B]."""
-    y, live = pool_ffn(h, parts, spec.activation)
+    y, live = pool_ffn(h, parts, spec.activation, skip_zeros=skip_zeros)
     count = jnp.sum(live & active[:, None], dtype=jnp.int32)
     return add_ffn(spec, x, y), tally.at[layer].add(count)
 
 
-def hot_chunk(xs, h, parts: Parts, start, *, spec: ModelSpec):
+def hot_chunk(xs, h, parts: Parts, start, *, spec: ModelSpec, skip_zeros: bool = True):
     """xs [S,D] with the pool's share of the FFN added to the T = h.shape[0] positions from `start`."""
-    y, _ = pool_ffn(h, parts, spec.activation)
+    y, _ = pool_ffn(h, parts, spec.activation, skip_zeros=skip_zeros)
     old = jax.lax.dynamic_slice_in_dim(xs, start, h.shape[0])
     return jax.lax.dynamic_update_slice_in_dim(xs, add_ffn(spec, old, y), start, axis=0)
 
 
-def hot_admitted_rows(x, h, parts: Parts, bucket, scores, theta, *, spec: ModelSpec):
+def hot_admitted_rows(x, h, parts: Parts, bucket, scores, theta, *, spec: ModelSpec, skip_zeros: bool = True):
     """`hot_rows` for the slots whose unit's score reaches theta: bucket [G] slot -> unit, scores [B,F] uint8.
 
-    -> x [B,D], and of every slot [B,G] uint8: LIVE if its activation is not zero, ADMITTED if it was computed.
+    -> x [B,D], and of every slot [B,G] uint8: ADMITTED if it was computed, LIVE if its activation is not zero then.
     """
     admit = jnp.take(scores, bucket, axis=1, mode="clip") >= theta
-    y, live = pool_ffn(h, parts, spec.activation, admit)
+    y, live = pool_ffn(h, parts, spec.activation, admit, skip_zeros=skip_zeros)
     return add_ffn(spec, x, y), live.astype(jnp.uint8) * jnp.uint8(LIVE) + admit.astype(jnp.uint8) * jnp.uint8(ADMITTED)
 
 
-def hot_admitted_chunk(xs, h, parts: Parts, bucket, scores, theta, start, *, spec: ModelSpec):
+def hot_admitted_chunk(
+    xs, h, parts: Parts, bucket, scores, theta, start, *, spec: ModelSpec, skip_zeros: bool = True
+):
     """`hot_chunk` for the slots whose unit's score reaches theta, and the same marks [T,G]."""
     old = jax.lax.dynamic_slice_in_dim(xs, start, h.shape[0])
-    new, marks = hot_admitted_rows(old, h, parts, bucket, scores, theta, spec=spec)
+    new, marks = hot_admitted_rows(old, h, parts, bucket, scores, theta, spec=spec, skip_zeros=skip_zeros)
     return jax.lax.dynamic_update_slice_in_dim(xs, new, start, axis=0), marks
 
 
@@ -146,7 +148,9 @@ def head(norm: Parts, table, x, y_cold, *, spec: ModelSpec):
     return contract("BD,VD->BV", scaled(x, spec.logit_scale), table)
 
 
-def token_rows(ends, blocks, caches, pools, hosts: Hosts, start, tally, positions, active, *, prefix: int):
+def token_rows(
+    ends, blocks, caches, pools, hosts: Hosts, start, tally, positions, active, *, prefix: int, skip_zeros: bool = True
+):
     """A whole decode step in one program -> logits [B,V], tally, ks, vs.
 
     ends: norm, head's table, and the tables of `embed_rows`, () where the embeddings are on the host: then `start` is
@@ -163,5 +167,5 @@ def token_rows(ends, blocks, caches, pools, hosts: Hosts, start, tally, position
         x, h, ks[i], vs[i] = attend_rows(block, ks[i], vs[i], x, y_cold, positions, prefix=prefix)
         y_cold = none if host is None else host(h, active)
         if pools[i]:
-            x, tally = hot_rows(x, h, pools[i], tally, i, active, spec=spec)
+            x, tally = hot_rows(x, h, pools[i], tally, i, active, spec=spec, skip_zeros=skip_zeros)
     return head(norm, table, x, y_cold, spec=spec), tally, ks, vs

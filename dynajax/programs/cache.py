@@ -146,19 +146,19 @@ class Programs:
 
     def hot_rows(self, slots: int) -> jax.stages.Lowered:
         args = (self._rows, self._wide_rows, self._parts(slots), self._tally, INT, self._active)
-        return self._jit(bodies.hot_rows, donate=3).lower(*args)
+        return self._jit(self._hot(bodies.hot_rows), donate=3).lower(*args)
 
     def hot_chunk(self, size: int, slots: int) -> jax.stages.Lowered:
         args = (self._xs, self._chunk(size), self._parts(slots), INT)
-        return self._jit(bodies.hot_chunk, donate=0).lower(*args)
+        return self._jit(self._hot(bodies.hot_chunk), donate=0).lower(*args)
 
     def hot_admitted_rows(self, slots: int) -> jax.stages.Lowered:
         args = (self._rows, self._wide_rows, self._parts(slots), *self._admission(self.shapes.batch, slots))
-        return self._jit(bodies.hot_admitted_rows).lower(*args)
+        return self._jit(self._hot(bodies.hot_admitted_rows)).lower(*args)
 
     def hot_admitted_chunk(self, size: int, slots: int) -> jax.stages.Lowered:
         args = (self._xs, self._chunk(size), self._parts(slots), *self._admission(size, slots), INT)
-        return self._jit(bodies.hot_admitted_chunk, donate=0).lower(*args)
+        return self._jit(self._hot(bodies.hot_admitted_chunk), donate=0).lower(*args)
 
     def score(self, size: int, name: str) -> jax.stages.Lowered:
         kind, shape, number = self.forms[name], Shape.of(self.shapes.spec), shape_of(())
@@ -182,7 +182,7 @@ class Programs:
     def token_rows(self, prefix: int, *slots: int) -> jax.stages.Lowered:
         def run(handle, ends, leaves, caches, pools, start, tally, positions, active):
             blocks, hosts = [self._merge(leaf) for leaf in leaves], self._hosts(handle, slots)
-            body = partial(bodies.token_rows, prefix=prefix)
+            body = partial(self._hot(bodies.token_rows), prefix=prefix)
             return body(ends, blocks, caches, pools, hosts, start, tally, positions, active)
 
         tied = self.shapes.spec.tied
@@ -190,6 +190,10 @@ class Programs:
         start = self._ids if tied else self._rows
         args = (HANDLE, ends, *self._stacks(slots), start, self._tally, self._ids, self._active)
         return jax.jit(run, donate_argnums=(3, 6)).lower(*args)
+
+    def _hot(self, body: Callable) -> Callable:
+        """A body that computes a pool's share of the FFN."""
+        return partial(body, skip_zeros=self.shapes.skip_zeros)
 
     def _jit(self, body: Callable, donate: int | None = None):
         """A body that only needs the spec."""

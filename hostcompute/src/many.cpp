@@ -47,7 +47,7 @@ class Many {
   template <typename Kernel>
   void for_groups(const int* list, int count, int part, Kernel kernel) const {
     const void* rows[max_block + tile];
-    for (int i = 0; i < count; ++i) rows[i] = base_[list[i]] + part * plan_.part_stride();
+    for (int i = 0; i < count; ++i) rows[i] = base_[list[i]] + plan_.part_place(part);
     for (int i = 0; i < count;) {
       const int n = count - i >= tile ? tile : 1;
       kernel(i, n, rows + i, i + 2 * n <= count ? rows + i + n : nullptr);

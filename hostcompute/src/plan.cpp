@@ -43,13 +43,12 @@ Plan::Plan(const FfnCall& call, const Kernels& kernels, const Visit& visit)
 int Plan::find_rows(int64_t block, const char** rows) const {
   if (block >= blocks) return 0;
   const hc_arena& arena = call.arena;
-  const char* const data = static_cast<const char*>(arena.data);
   const int64_t first = begin(block);
   const int64_t end = begin(block + 1);
   for (int64_t j = first; j < end; ++j) {
     const int64_t position = visit_ != nullptr ? visit_->position : arena.rows == 1 ? j : j / arena.rows;
     const int64_t inner = visit_ != nullptr ? visit_->begin + j : j - position * arena.rows;
-    rows[j - first] = data + call.units[position] * arena.parts * part_stride() + inner * row_bytes_;
+    rows[j - first] = call.unit(position) + inner * row_bytes_;
   }
   return static_cast<int>(end - first);
 }
