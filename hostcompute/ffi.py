@@ -293,7 +293,8 @@ def pool_ffn_ffi(
     results = (jax.ShapeDtypeStruct(h.shape, np.float32), jax.ShapeDtypeStruct(marks, np.bool_))
     call = jax.ffi.ffi_call(POOL_FFN, results, vmap_method="sequential")
     settings = {"activation": np.int32(code), "threshold": np.float32(threshold), "skip_zeros": skip_zeros}
-    return call(h, *parts, *(() if admit is None else (admit,)), parts=np.int32(len(parts)), **settings)
+    y, live = call(h, *parts, *(() if admit is None else (admit,)), parts=np.int32(len(parts)), **settings)
+    return y, live
 
 
 def lowbit_rows_ffi(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

@@ -6,7 +6,9 @@ workspace `xs` [S, D] at their own positions. The residual stream is float32 thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,23 @@ HALVINGS = 24  # of the range of scores
 Parts = tuple[jax.Array, ...]
 HostFfn = Callable[[jax.Array, jax.Array], jax.Array]  # h [T,W], rows that count bool[T] -> y_cold [T,W]
 Hosts = Sequence[HostFfn | None]  # one a layer
+
+
+class Asked(NamedTuple):
+    """Whose word a layer's skipping goes by, inside a program; static."""
+
+    layer: int  # behind whose attention it is asked
+    form: Form
+    density: float | None  # see `score`
+
+
+class Told(NamedTuple):
+    """What such a predictor has on the device: arrays, or their shapes."""
+
+    params: Mapping[str, Any]
+    slope: Any
+    intercept: Any
+    norms: Any  # [F] or None: of the down rows, where no activation is zero: what is wanted is what weighs most
 
 
 def write_kv(cache: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array) -> jax.Array:
@@ -81,9 +100,7 @@ def hot_admitted_rows(x, h, parts: Parts, bucket, scores, theta, *, spec: ModelS
     return add_ffn(spec, x, y), live.astype(jnp.uint8) * jnp.uint8(LIVE) + admit.astype(jnp.uint8) * jnp.uint8(ADMITTED)
 
 
-def hot_admitted_chunk(
-    xs, h, parts: Parts, bucket, scores, theta, start, *, spec: ModelSpec, skip_zeros: bool = True
-):
+def hot_admitted_chunk(xs, h, parts: Parts, bucket, scores, theta, start, *, spec: ModelSpec, skip_zeros: bool = True):
     """`hot_chunk` for the slots whose unit's score reaches theta, and the same marks [T,G]."""
     old = jax.lax.dynamic_slice_in_dim(xs, start, h.shape[0])
     new, marks = hot_admitted_rows(old, h, parts, bucket, scores, theta, spec=spec, skip_zeros=skip_zeros)
@@ -169,3 +186,46 @@ def token_rows(
         if pools[i]:
             x, tally = hot_rows(x, h, pools[i], tally, i, active, spec=spec, skip_zeros=skip_zeros)
     return head(norm, table, x, y_cold, spec=spec), tally, ks, vs
+
+
+def token_skipping_rows(
+    ends, blocks, caches, pools, told: Sequence[Told], start, counts, positions, active, looks, theta,
+    *, prefix: int, asked: Sequence[Asked],
+):  # fmt: skip
+    """`token_rows` where every unit is on the device, in order, and is computed if its score reaches theta.
+
+    asked and told say of every layer who foretells it. looks [L] bool: in which layers all that is live is looked up.
+    counts [3, L] int32 gain, of the active rows: neurons computed; in layers looked at, live ones, and those computed.
+    """
+    norm, table, tables = ends
+    spec = blocks[0].spec
+    shape = Shape.of(spec)
+    ks, vs = map(list, caches)
+    x = embed_rows(tables, start, positions, spec=spec) if tables else start
+    none = jnp.zeros((x.shape[0], spec.unit_width), jnp.float32)
+    scored: dict[int, jax.Array] = {}
+    gained = []
+    for i, block in enumerate(blocks):
+        x, h, ks[i], vs[i] = attend_rows(block, ks[i], vs[i], x, none, positions, prefix=prefix)
+        for target, (at, form, density) in enumerate(asked):
+            if at == i:
+                params, slope, intercept, _ = told[target]
+                scored[target] = score(params, x, h, slope, intercept, shape=shape, form=form, density=density)
+        admit = scored.pop(i) >= theta
+        y, _ = pool_ffn(h, pools[i], spec.activation, admit)
+        x = add_ffn(spec, x, y)
+        computed = admit & active[:, None]
+        look = partial(_look, h, pools[i], told[i].norms, computed, active, spec=spec, density=asked[i].density)
+        seen = jax.lax.cond(looks[i], look, lambda: (jnp.int32(0), jnp.int32(0)))
+        gained.append(jnp.stack([jnp.sum(computed, dtype=jnp.int32), *seen]))
+    return head(norm, table, x, none, spec=spec), counts + jnp.stack(gained, axis=1), ks, vs
+
+
+def _look(h, parts: Parts, norms, computed, active, *, spec: ModelSpec, density: float | None):
+    """How many of a layer's neurons are live for the active rows, and how many of these were computed [B,F]."""
+    live = live_slots(h, parts, spec=spec)
+    if density is not None and not spec.activation.has_zeros:
+        sizes = live * norms[None, :]
+        live = sizes >= quantile(sizes, density)
+    live = live & active[:, None]
+    return jnp.sum(live, dtype=jnp.int32), jnp.sum(live & computed, dtype=jnp.int32)
