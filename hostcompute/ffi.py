@@ -32,6 +32,7 @@ from hostcompute.library import (
 TARGET = "dynajax_cold_ffn"
 EXPERTS = "dynajax_cold_experts"
 MATMUL = "dynajax_matmul"
+POOL_FFN = "dynajax_pool_ffn"
 LOWBIT = "dynajax_lowbit"
 GROUP = 32  # columns that share a scale in a packed matrix
 WEIGHT_TYPES = ("float16", "bfloat16", "uint16")  # uint16: the bits of bfloat16
@@ -185,12 +186,13 @@ def unavailable() -> str | None:
     except RuntimeError as error:
         return f"no CPU backend: {error}"
     try:
-        for name in (TARGET, EXPERTS, MATMUL, LOWBIT):
+        for name in (TARGET, EXPERTS, MATMUL, LOWBIT, POOL_FFN):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except RuntimeError as error:
         return f"jaxlib {version('jaxlib')} refuses the handler: {error}; {REBUILD}"
     library.dynajax_use_matmul(ctypes.cast(native.hc_matmul, ctypes.c_void_p))
     library.dynajax_use_lowbit(ctypes.cast(native.hc_lowbit, ctypes.c_void_p))
+    library.dynajax_use_ffn(ctypes.cast(native.hc_ffn, ctypes.c_void_p))
     return None
 
 
@@ -259,6 +261,40 @@ def _matmul(x: jax.Array, weights: jax.Array, *, sum_rows: bool) -> jax.Array:
         raise ValueError(f"x must be float32 [T,{inner}], got {_text(x)}")
     result = jax.ShapeDtypeStruct((x.shape[0], outer), np.float32)
     return jax.ffi.ffi_call(MATMUL, result, vmap_method="sequential")(x, weights, sum_rows=sum_rows)
+
+
+def pool_ffn_ffi(
+    h: jax.Array,
+    parts: Sequence[jax.Array],
+    admit: jax.Array | None = None,
+    *,
+    activation: str,
+    threshold: float = 0.0,
+    skip_zeros: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """The FFN over all neurons of a pool -> y [T,D] float32, and bool [T,G]: which neurons' activation is not zero.
+
+    h: float32 [T,D]; parts: (gate,) up, down, each [G,D] in float32 or one of WEIGHT_TYPES. admit: bool [T,G]; what is
+    not admitted adds nothing, and is not live. Answers, and what `skip_zeros` spares, are those of `HostPool.ffn`; on
+    the CPU backend only, for use under `jit`. Equal operands give equal bits where the number of threads is the same.
+    """
+    _check_available()
+    code = activation_code(activation, threshold, len(parts))
+    if h.ndim != 2 or h.dtype != np.float32:
+        raise ValueError(f"h must be float32 [T,D], got {_text(h)}")
+    if len(parts) not in (2, 3) or len({(part.shape, part.dtype) for part in parts}) != 1:
+        raise ValueError(f"parts must be 2 or 3 equal ones, got {', '.join(map(_text, parts))}")
+    part = parts[0]
+    if part.ndim != 2 or part.dtype.name not in ("float32", *WEIGHT_TYPES) or part.shape[1] != h.shape[1]:
+        raise ValueError(f"parts must be [G,{h.shape[1]}] of float32, {', '.join(WEIGHT_TYPES)}, got {_text(part)}")
+    marks = (h.shape[0], part.shape[0])
+    if admit is not None and (admit.dtype != np.bool_ or admit.shape != marks):
+        raise ValueError(f"admit must be bool {list(marks)}, got {_text(admit)}")
+    results = (jax.ShapeDtypeStruct(h.shape, np.float32), jax.ShapeDtypeStruct(marks, np.bool_))
+    call = jax.ffi.ffi_call(POOL_FFN, results, vmap_method="sequential")
+    settings = {"activation": np.int32(code), "threshold": np.float32(threshold), "skip_zeros": skip_zeros}
+    y, live = call(h, *parts, *(() if admit is None else (admit,)), parts=np.int32(len(parts)), **settings)
+    return y, live
 
 
 def lowbit_rows_ffi(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.machinery
 import logging
+import math
 import os
 import weakref
 from pathlib import Path
@@ -45,6 +46,8 @@ class _Arena(ctypes.Structure):
         ("width", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
         ("padding", ctypes.c_int32),
+        ("stride", ctypes.c_int64),
+        ("places", ctypes.c_int64 * 2),
     )
 
 
@@ -240,7 +243,10 @@ class HostPool:
     def _admit(self, bundle: np.ndarray) -> _Known:
         """Checks a bundle and remembers it for as long as it lives; it must not be reshaped in place."""
         check_bundle(bundle)
-        arena = _Arena(_address(bundle), *bundle.shape[:3], row_values(bundle), DTYPES[row_type(bundle)], 0)
+        part = math.prod(bundle.shape[2:]) * bundle.itemsize
+        layout = (bundle.shape[1] * part, (ctypes.c_int64 * 2)(part, 2 * part))
+        kind = DTYPES[row_type(bundle)]
+        arena = _Arena(_address(bundle), *bundle.shape[:3], row_values(bundle), kind, 0, *layout)
         key, table = id(bundle), self._known
 
         def forget(reference: weakref.ref) -> None:

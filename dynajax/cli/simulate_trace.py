@@ -133,7 +133,7 @@ def setup_of(traced: Traced, hardware: Hardware, engine: EngineFlags, config: En
     return Setup(
         name=traced.name,
         source=traced.source,
-        weights=weights_of(traced.spec, engine.dtype, engine.host_dtype, shared=hardware.shared),
+        weights=weights_of(traced.spec, engine.dtype, engine.host_dtype),
         hardware=hardware,
         budget_bytes=budget_of(parse_budget(config.vram_budget), hardware),
         context=context_of(traced.source, config.ctx),

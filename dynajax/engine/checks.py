@@ -41,7 +41,7 @@ class LiveCheck:
 
     def __init__(self, loaded: Loaded, aside: ColdSide, density: float | None):  # aside: with counters of its own
         self._parts = (loaded.programs, loaded.weights, loaded.pool, aside)
-        self._wanted = Wanted(loaded.programs.shapes.spec, density, lambda layer: loaded.store.arenas[layer][:, -1, 0])
+        self._wanted = Wanted(loaded.programs.shapes.spec, density, lambda layer: loaded.units(layer)[:, -1, 0])
         self._live: Bools | None = None
         self._observer = self.observer(self._take)
 

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.config import ModelSpec
+from dynajax.engine.ledger import Books
 from dynajax.engine.mixture.figures import experts_of, mixture_layers_of
 from dynajax.engine.opening import Parts
 from dynajax.engine.plans import Plans
+from dynajax.engine.prediction import Prediction
 from dynajax.engine.result import Units, ratio
+from dynajax.engine.skipping import SkippingRunner
+from dynajax.scheduler import Moves
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +29,9 @@ def units_of(parts: Parts) -> Units:
     """Shares weighted by counts over layers and decoded tokens."""
     if parts.prepared.spec.experts is not None:
         return experts_of(parts)
+    if isinstance(parts.runner, SkippingRunner):
+        _warn(parts.runner, parts.runner.predictors.prediction, parts.runner.books, parts.prepared.spec)
+        return _booked(parts.runner.books, parts.prepared.spec, None, skips=True)
     return _counted(parts) if parts.plans is None else _planned(parts, parts.plans)
 
 
@@ -50,14 +58,18 @@ def _counted(parts: Parts) -> Units:
 
 
 def _planned(parts: Parts, plans: Plans) -> Units:
-    """From the ledger; what is live in predicted mode from the sampled exact checks."""
     scheduler, books, spec = plans.runner.scheduler, plans.runner.ledger.books, parts.prepared.spec
     assert scheduler is not None, "no scheduler was started"
     scheduler.settle()
-    moves, live, hot = scheduler.moves, books.seen_live, books.seen_hot
-    _warn(plans)
+    if plans.runner.predictors is not None and plans.runner.wishes.skips:
+        _warn(plans, plans.runner.predictors.prediction, books, spec)
+    return _booked(books, spec, scheduler.moves, skips=parts.prepared.strategy.skips)
+
+
+def _booked(books: Books, spec: ModelSpec, moves: Moves | None, *, skips: bool) -> Units:
+    """What is live in predicted mode is from the sampled exact checks. moves None: nothing can."""
+    live, hot = books.seen_live, books.seen_hot
     computed = _total(books.hot_computed) + _total(books.cold_computed)
-    skips = parts.prepared.strategy.skips
     used, rows = (computed, _total(books.rows)) if skips else (_total(live), _total(books.seen_rows))
     return Units(
         kind="neuron",
@@ -65,9 +77,9 @@ def _planned(parts: Parts, plans: Plans) -> Units:
         hot_share=ratio(_total(hot), _total(live)),
         hot_share_layers_ge_1=ratio(_total(hot[1:]), _total(live[1:])),
         computed_hot_share=ratio(_total(books.hot_computed), computed),
-        migrated=_total(moves.migrated),
-        migrated_bytes=_total(moves.migrated_bytes),
-        late_plans=_total(moves.late),
+        migrated=0 if moves is None else _total(moves.migrated),
+        migrated_bytes=0 if moves is None else _total(moves.migrated_bytes),
+        late_plans=0 if moves is None else _total(moves.late),
         density=ratio(used, rows * spec.ffn),
         recall=ratio(_total(books.seen_computed), _total(live)) if skips else None,
     )
@@ -82,7 +94,10 @@ def layers_of(parts: Parts) -> list[dict[str, Any]]:
         return []
     scheduler, books = plans.runner.scheduler, plans.runner.ledger.books
     scheduler.settle()
-    moves, slots, alarms = scheduler.moves, parts.pool.slots, alarms_of(plans)
+    moves, slots = scheduler.moves, parts.pool.slots
+    alarms = {}
+    if plans.runner.predictors is not None and plans.runner.wishes.skips:
+        alarms = alarms_of(plans.runner.predictors.prediction, books, parts.prepared.spec)
     records = []
     for layer, last in enumerate(scheduler.last):
         live = int(books.seen_live[layer])
@@ -109,20 +124,17 @@ def layers_of(parts: Parts) -> list[dict[str, Any]]:
     return records
 
 
-def alarms_of(plans: Plans) -> dict[int, tuple[float, float]]:
+def alarms_of(prediction: Prediction, books: Books, spec: ModelSpec) -> dict[int, tuple[float, float]]:
     """{layer: (recall, what its predictor's manifest promises at this density)}, of the last generation; only where the
     first is clearly lower, and enough was looked at."""
-    runner, ffn, found = plans.runner, plans.prepared.spec.ffn, {}
-    if runner.predictors is None or not runner.wishes.skips:
-        return found
-    prediction, books = runner.predictors.prediction, runner.ledger.books
+    found = {}
     computed = books.hot_computed + books.cold_computed
     for layer, live in enumerate(books.seen_live.tolist()):
         place = prediction.skipping(layer)
         metrics = None if place is None else prediction.entries[place].metrics
         if metrics is None or live < ALARM_UNITS:
             continue
-        promised = promised_recall(metrics, float(computed[layer] / (books.rows[layer] * ffn)))
+        promised = promised_recall(metrics, float(computed[layer] / (books.rows[layer] * spec.ffn)))
         recall = float(books.seen_computed[layer] / live)
         if promised is not None and recall < promised - ALARM_GAP:
             found[layer] = recall, promised
@@ -142,15 +154,15 @@ def promised_recall(metrics: Mapping[str, Any], density: float) -> float | None:
     return float(np.interp(density, shares, recalls))
 
 
-def _warn(plans: Plans) -> None:
+def _warn(once: Plans | SkippingRunner, prediction: Prediction, books: Books, spec: ModelSpec) -> None:
     """Once an engine: the predictors do worse here than where they were trained."""
-    alarms = {} if plans.alarmed else alarms_of(plans)
+    alarms = {} if once.alarmed else alarms_of(prediction, books, spec)
     if alarms:
-        plans.alarmed = True
+        once.alarmed = True
         layer = min(alarms, key=lambda layer: alarms[layer][0] - alarms[layer][1])
         found, promised = (100 * share for share in alarms[layer])
         log.warning("the predictors of %d of %d layers find fewer live neurons than they promise, of layer %d %.0f%% "
-                    "instead of %.0f%%: train them on text like this", len(alarms), plans.prepared.spec.layers, layer,
+                    "instead of %.0f%%: train them on text like this", len(alarms), spec.layers, layer,
                     found, promised)  # fmt: skip
 
 

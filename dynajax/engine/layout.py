@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynajax.engine.hosts import Host
+from dynajax.engine.prediction import NONE, Prediction
 from dynajax.programs import Programs
 
 
@@ -21,3 +22,4 @@ class Layout:
     pool_bytes: int  # what is left
     unlimited: bool  # the budget is whatever is needed
     gpu: bool
+    prediction: Prediction = NONE  # by which resident neurons are skipped

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from dynajax.programs.bodies import ADMITTED, LIVE
 from dynajax.scheduler import Ran
 
+CHECK_EVERY = 32  # tokens from one exact check of a layer to the next
 Counts = npt.NDArray[np.int64]  # [L]
 
 

@@ -19,8 +19,10 @@ from dynajax.bundles import HostStore, load_store, one_arena
 from dynajax.checkpoint import Checkpoint
 from dynajax.config import EngineConfig
 from dynajax.config.engine import HostDense
+from dynajax.engine.checks import LiveCheck
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.loaded import Loaded
+from dynajax.engine.masked import PredictedScores
 from dynajax.engine.mixture.cold import ColdExperts
 from dynajax.engine.mixture.encoded import EncodedLayers
 from dynajax.engine.mixture.layers import MixtureLayers
@@ -30,7 +32,10 @@ from dynajax.engine.mixture.token import MixtureTokenRunner
 from dynajax.engine.planned import PlannedRunner
 from dynajax.engine.planning import Prepared, load_frequency, load_statistics, prepare
 from dynajax.engine.plans import Plans, make_plans
+from dynajax.engine.prediction import knobs_of
+from dynajax.engine.skipping import SkippingRunner, predictors_of
 from dynajax.engine.stepper import Stepper
+from dynajax.engine.strategy import Strategy
 from dynajax.engine.threads import ThreadsRunner
 from dynajax.engine.token import TokenRunner
 from dynajax.engine.weights import DenseWeights, load_dense
@@ -56,7 +61,7 @@ class Parts:
     prepared: Prepared
     tokenizer: Tokenizer | None
     known: npt.NDArray[np.bool_] | None  # [V] ids that the tokenizer has; a table may hold more rows
-    runner: ThreadsRunner | TokenRunner | PlannedRunner | MixtureRunner | MixtureTokenRunner
+    runner: ThreadsRunner | TokenRunner | SkippingRunner | PlannedRunner | MixtureRunner | MixtureTokenRunner
     loaded: Loaded
     plans: Plans | None  # where decoding goes by plans of neurons
     mixture: Mixture | None  # or of experts
@@ -119,6 +124,22 @@ class Parts:
         if self.mixture is not None:
             return self.mixture.runner.moves.foretold
         return self.prepared.prediction.kind
+
+    @property
+    def masks(self) -> PredictedScores | None:
+        """The engine's own, if it skips neurons."""
+        if isinstance(self.runner, SkippingRunner):
+            return PredictedScores(self.runner.predictors, self.runner.theta)
+        if self.plans is None or self.plans.runner.predictors is None or not self.plans.runner.wishes.skips:
+            return None
+        return PredictedScores(self.plans.runner.predictors, self.plans.runner.wishes.theta)
+
+    @property
+    def check_live(self) -> LiveCheck | None:
+        """What looks exactly at what is skipped."""
+        if isinstance(self.runner, SkippingRunner):
+            return self.runner.check
+        return None if self.plans is None else self.plans.check_live
 
     def reset_counters(self) -> None:
         """Start counting a new generation's decode steps."""
@@ -233,16 +254,25 @@ def make_mixture_runner(
 
 def make_runner(
     prepared: Prepared, config: EngineConfig, loaded: Loaded, fingerprint: str
-) -> tuple[ThreadsRunner | TokenRunner | PlannedRunner, Plans | None]:
+) -> tuple[ThreadsRunner | TokenRunner | SkippingRunner | PlannedRunner, Plans | None]:
     """What decodes, and what drives it where it goes by plans."""
     assert isinstance(loaded.layers, ThreadsRunner) and isinstance(loaded.cold, ColdSide)
-    if prepared.strategy.planned:
-        spec, skip_zeros = prepared.spec, prepared.strategy.sparsity != "dense"
+    spec, strategy = prepared.spec, prepared.strategy
+    assert isinstance(strategy, Strategy), "experts have another runner"
+    if strategy.planned or strategy.skips:
+        skip_zeros = strategy.sparsity != "dense"
+        aside = ColdSide(loaded.store, loaded.pool, loaded.host, spec.activation, skip_zeros=skip_zeros)
+        statistics = load_statistics(config.stats, prepared.folder, spec, fingerprint)
+        if not strategy.planned:
+            predictors = predictors_of(prepared, loaded, fingerprint, statistics.cosine)
+            assert predictors is not None, "nothing can be skipped without scores"
+            check = LiveCheck(loaded, aside, prepared.prediction.density)
+            return SkippingRunner(loaded, predictors, check, knobs_of(strategy.knobs, prepared.prediction)), None
         plans = make_plans(
             prepared,
             loaded,
-            ColdSide(loaded.store, loaded.pool, loaded.host, spec.activation, skip_zeros=skip_zeros),
-            load_statistics(config.stats, prepared.folder, spec, fingerprint),
+            aside,
+            statistics,
             fingerprint,
             staging=config.staging,
             deterministic=config.deterministic,

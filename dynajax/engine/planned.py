@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from dynajax.engine.checks import LiveCheck, LiveCounts
 from dynajax.engine.cold import ColdSide
-from dynajax.engine.ledger import Ledger
+from dynajax.engine.ledger import CHECK_EVERY, Ledger
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.masked import MaskedPrompt, PredictedScores
 from dynajax.engine.observing import Seen
@@ -34,7 +34,6 @@ from dynajax.timeline import Lanes
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY = 32  # tokens from one exact check of a layer to the next
 PATIENCE = 0.25  # of a layer's time: how long a plan is waited for
 SHORTEST_WAIT_S = 1e-4
 KEPT = 0.9  # of the estimate of a layer's time, a step

@@ -86,17 +86,23 @@ def prepare(
     device = device or jax.local_devices()[0]
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
     ctx = resolve_ctx(config, spec)
-    shapes = Shapes(spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch)
     strategy = resolve_any(config, spec, folder, fingerprint, device.platform)
+    shapes = Shapes(
+        spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch, skip_zeros=strategy.sparsity != "dense"
+    )
     if strategy.moves and config.staging != "auto":
         probe = np.zeros((1, 16), np.float32)
         open_staging(config.staging, jax.local_devices()[0], probe)  # refused before anything is loaded
-    layout = lay_out(config, strategy, shapes, device, progress)
+    layout = lay_out(config, strategy, shapes, device, progress, fingerprint)
     if layout.mode == "resident":
-        strategy = strategy.resident(spec)
+        strategy = strategy.resident(spec, skips=layout.prediction is not NONE)
     unit, host_unit = budget.unit_bytes(spec, dtype), budget.unit_bytes(spec, host_dtype)
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
-    host, prediction, staged = budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"), NONE, 0
+    host, prediction, staged = (
+        budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"),
+        layout.prediction,
+        0,
+    )
     if isinstance(strategy, MixtureStrategy):
         predictors = predictor_bytes(strategy, spec, config, folder, fingerprint)
         layout = with_buffers(layout, strategy, host_dtype, predictors)
@@ -155,14 +161,25 @@ def memory_plan(model: str, layout: Layout, placement: Placement, unit: int, hos
 
 
 def lay_out(
-    config: EngineConfig, strategy: Strategy | MixtureStrategy, shapes: Shapes, device: Target, progress: Progress
+    config: EngineConfig,
+    strategy: Strategy | MixtureStrategy,
+    shapes: Shapes,
+    device: Target,
+    progress: Progress,
+    fingerprint: str | None,
 ) -> Layout:
     """Resident if the mode is `auto` and every unit fits beside the resident programs; else the offload mode.
 
-    Who asks for skipping gets it, wherever the units are.
+    Who asks for skipping gets it, wherever the units are: resident with the host's kernels, which leave a row out.
     """
-    if config.host_mode == "auto" and strategy.policy != "none" and config.sparsity != "predicted":
-        layout = _try(config, "resident", shapes, device, progress)
+    skips = config.sparsity == "predicted"
+    can = not skips or (device.platform == "cpu" and ffi.unavailable() is None)
+    if config.host_mode == "auto" and strategy.policy != "none" and can:
+        prediction = NONE
+        if skips:
+            assert isinstance(strategy, Strategy), "experts are never skipped"
+            prediction = choose(shapes.spec, strategy.knobs, strategy.trained, fingerprint, skips=True, places=False)
+        layout = _try(config, "resident", shapes, device, progress, prediction)
         if layout is not None:
             return layout
     return lay_out_offloaded(config, strategy, shapes, device, progress)
@@ -182,7 +199,14 @@ def lay_out_offloaded(
     return replace(layout, mode=mode)
 
 
-def _try(config: EngineConfig, mode: str, shapes: Shapes, device: Target, progress: Progress) -> Layout | None:
+def _try(
+    config: EngineConfig,
+    mode: str,
+    shapes: Shapes,
+    device: Target,
+    progress: Progress,
+    prediction: Prediction = NONE,  # of resident neurons
+) -> Layout | None:
     """The layout of a mode. None if `mode` is resident and the units do not fit; nothing is compiled if that is sure.
 
     FitError if what every mode needs does not fit.
@@ -190,11 +214,11 @@ def _try(config: EngineConfig, mode: str, shapes: Shapes, device: Target, progre
     spec, gpu = shapes.spec, device.platform != "cpu"
     everything = len(spec.unit_layers) * spec.units * budget.unit_bytes(spec, shapes.dtype)
     limit = budget_limit(config, device)
-    fixed = fixed_bytes(shapes, 0)
+    fixed = fixed_bytes(shapes, 0) | {"predictors": prediction.bytes}
     if mode == "resident" and limit is not None and sum(fixed.values()) + everything > limit:
         return None
-    host, programs, temporaries = compiled_for(mode, shapes, progress)
-    fixed = fixed_bytes(shapes, temporaries)
+    host, programs, temporaries = compiled_for(mode, shapes, progress, prediction)
+    fixed = fixed_bytes(shapes, temporaries) | {"predictors": prediction.bytes}
     needed = sum(fixed.values())
     total = needed + everything if limit is None else limit
     left = total - budget.margin_bytes(total, gpu=gpu) - needed
@@ -210,6 +234,7 @@ def _try(config: EngineConfig, mode: str, shapes: Shapes, device: Target, progre
         pool_bytes=budget.pool_budget(total, needed, gpu=gpu),
         unlimited=limit is None,
         gpu=gpu,
+        prediction=prediction,
     )
 
 
@@ -250,10 +275,22 @@ def plan_host_bytes(strategy: Strategy, prediction: Prediction, spec: ModelSpec,
     return {"staging": staging, "statistics": by_neuron}
 
 
-def compiled_for(mode: str, shapes: Shapes, progress: Progress) -> tuple[Host | None, Programs, int]:
+def compiled_for(
+    mode: str, shapes: Shapes, progress: Progress, prediction: Prediction = NONE
+) -> tuple[Host | None, Programs, int]:
     """The host of a mode, its programs, and the bytes of temporaries that none of them exceeds."""
     host = make_host(mode, shapes.spec)
     programs = make_programs(shapes, None if host is None else host.call)
+    if prediction is not NONE:
+        mode = "skipping"
+        for place in prediction.entries:
+            programs.forms[prediction.scoring(place).name] = prediction.scoring(place)
+        places = [prediction.skipping(layer) for layer in range(shapes.spec.layers)]
+        programs.skipping = tuple(
+            (layer - place[0], prediction.scoring(place).name)
+            for layer, place in enumerate(places)
+            if place is not None
+        )
     return host, programs, largest_temporary(programs, mode, progress) + unseen_bytes(shapes, mode)
 
 
@@ -321,12 +358,17 @@ def fixed_bytes(shapes: Shapes, temporaries: int) -> dict[str, int]:
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tuple[str, str]:
-    """(device, host) types. On the CPU backend `auto` is float32 there: the
-    plain choice, whose answers do not depend on a 16-bit cache."""
+    """(device, host) types. `auto` is the checkpoint's; on the CPU backend float32 where its own products are too slow
+    without the host's kernels, or where host memory is to have a type that fills no other pool."""
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "float32" if platform == "cpu" else spec.dtype
-    if platform == "cpu" and DTYPE_BYTES[dtype] == 2 and (reason := ffi.unavailable()) is not None:
+        dtype = spec.dtype
+        if platform == "cpu" and DTYPE_BYTES[dtype] == 2 and (reason := ffi.unavailable()) is not None:
+            log.warning("weights become float32, the kernels for %s are missing: %s", dtype, reason)
+            dtype = "float32"
+        elif platform == "cpu" and config.host_dtype not in ("auto", dtype):
+            dtype = "float32"
+    elif platform == "cpu" and DTYPE_BYTES[dtype] == 2 and (reason := ffi.unavailable()) is not None:
         log.warning(
             "--dtype %s is many times slower than float32 here, the kernels for it are missing: %s", dtype, reason
         )

@@ -16,7 +16,8 @@ from dynajax.engine.ledger import Ledger, live_of
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.planned import PlannedRunner, Wishes
 from dynajax.engine.planning import Prepared
-from dynajax.engine.prediction import Predictors, knobs_of, load_predictors, source_of_units
+from dynajax.engine.prediction import knobs_of
+from dynajax.engine.skipping import predictors_of
 from dynajax.engine.strategy import Strategy
 from dynajax.policy.costs import CostEstimator, Costs
 from dynajax.policy.guard import Guard
@@ -26,7 +27,6 @@ from dynajax.scheduler import Ran, Scheduler, Sizes, Span
 from dynajax.staging import open_staging
 from dynajax.trace import Recorder
 from dynajax.transfer import Transfer, fill_pool, piece_sizes
-from predictors.gate import GateSource
 
 CLOSE_S = 2.0  # how long a scheduler that may hang is waited for
 # Bytes a second until the machine was measured, and always under --deterministic: those of a recent desktop.
@@ -151,7 +151,7 @@ def make_plans(
         deadline_s=knobs.deadline_s,
     )
     check = LiveCheck(loaded, aside, prepared.prediction.density)
-    predictors = _load(prepared, loaded, fingerprint, statistics.cosine)
+    predictors = predictors_of(prepared, loaded, fingerprint, statistics.cosine)
     runner = PlannedRunner(loaded, predictors, Ledger(spec.layers, skips=strategy.skips), check, wishes)
     runner.guard = Guard() if strategy.guarded and wishes.moves else None
     plans = Plans(
@@ -186,30 +186,3 @@ def probe_block(plans: Plans) -> npt.NDArray:
     """A block of as many units as are sent at a time."""
     store = plans.loaded.store
     return np.zeros((max(1, plans.prepared.staged), *store.arenas[0].shape[1:]), store.dtype)
-
-
-def _load(
-    prepared: Prepared, loaded: Loaded, fingerprint: str, cosine: npt.NDArray[np.float32] | None
-) -> Predictors | None:
-    spec, names, device = prepared.spec, loaded.programs.leaf_names, jax.local_devices()[0]
-    if not prepared.prediction.entries:
-        return None
-
-    def leaf(layer: int, name: str) -> npt.NDArray | None:
-        return np.asarray(loaded.weights.layers[layer][names.index(name)]) if name in names else None
-
-    def source(layer: int) -> GateSource:
-        norm = "attention_norm" if spec.shared_norm else "ffn_norm"
-        weight = leaf(layer, norm)
-        assert weight is not None
-        return source_of_units(spec, loaded.store.arenas[layer], weight, leaf(layer, f"{norm}_bias"))
-
-    def bias(layer: int) -> npt.NDArray | None:
-        """What waits in the stream behind this layer's attention for its FFN, and is none of it."""
-        found = leaf(layer, "down_bias")
-        return None if found is None else found.astype(np.float32) * np.float32(spec.residual_scale)
-
-    def send(array: npt.NDArray) -> jax.Array:
-        return jax.device_put(array, device).block_until_ready()
-
-    return load_predictors(prepared.prediction, spec, loaded.programs, fingerprint, source, bias, cosine, send)

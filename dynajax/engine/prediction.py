@@ -162,6 +162,10 @@ class Predictors:
         program = self._programs.get("score", len(h), self._names[place])
         return program(self._params[place], stream, h, *self._lines[place])
 
+    def arrays(self, place: Place) -> tuple[Mapping[str, jax.Array], np.float32, np.float32]:
+        """What a program needs that scores a place itself: parameters, slope and intercept."""
+        return self._params[place], *self._lines[place]
+
     def leads_from(self, layer: int) -> list[Place]:
         """What can be scored once this layer's attention has run."""
         return self._from.get(layer, [])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dynajax.engine.masked import Masked, MaskedPrompt, PredictedScores, Source
+from dynajax.engine.masked import Masked, MaskedPrompt, Source
 from dynajax.engine.opening import Parts
 from dynajax.engine.stepper import Piece, Rows
 
@@ -29,15 +29,11 @@ def score(parts: Parts, ids: Sequence[int], source: Source | None, *, check: boo
     if not fed:
         return Scored(token_ids=tuple(ids), logprobs=np.zeros(0, np.float32), counts=None)
     pieces = stepper.embed(fed)
-    if source is None and parts.plans is not None and parts.prepared.strategy.skips:
-        predictors = parts.plans.runner.predictors
-        assert predictors is not None
-        source = PredictedScores(predictors, parts.plans.runner.wishes.theta)
+    source = source or parts.masks
     if source is None:
         y_cold = layers.prompt(stepper.state, 0, pieces, _nobody, whole=True)
     else:
-        looker = parts.plans.check_live if check and parts.plans is not None else None
-        masked = MaskedPrompt(parts.loaded, looker)
+        masked = MaskedPrompt(parts.loaded, parts.check_live if check else None)
         y_cold = masked.run(stepper.state, 0, pieces, source, _nobody, whole=True)
         counts = masked.counts
     return Scored(token_ids=tuple(ids), logprobs=_logprobs(parts, ids, pieces, y_cold), counts=counts)

@@ -16,6 +16,7 @@ from dynajax.engine.observing import Observer, Seen
 from dynajax.engine.opening import Parts
 from dynajax.engine.plans import Plans
 from dynajax.engine.prediction import SILU_DENSITY, knobs_of
+from dynajax.engine.skipping import SkippingRunner
 from dynajax.errors import UsageError
 from dynajax.timeline import Lanes, Timeline
 from dynajax.trace import PREFILL, Head, Recorder
@@ -59,6 +60,8 @@ def record(parts: Parts, recorder: Recorder | None) -> None:
     if isinstance(layers, MixtureLayers):
         record_experts(parts, recorder)
         return
+    if isinstance(parts.runner, SkippingRunner):
+        raise UsageError("one program that skips neurons is not recorded: open the engine with --host-mode threads")
     if layers.observer is not None:
         raise UsageError("somebody observes this engine: end that before recording, with observe(None)")
     strategy, lead = prepared.strategy, None if plans is None else plans.runner.wishes.lead

@@ -24,6 +24,7 @@ class Strategy:
     trained: Path | None  # folder of predictors
     predicts: bool  # scores may be used at all
     guarded: bool = False  # dynamic placement is given up where it loses to static
+    one_program: bool = False  # every unit is where a whole token is computed at once
 
     @property
     def skips(self) -> bool:
@@ -38,19 +39,19 @@ class Strategy:
     @property
     def planned(self) -> bool:
         """Whether a layer needs a plan, and so threads mode."""
-        return self.skips or self.moves
+        return (self.skips or self.moves) and not self.one_program
 
     @property
     def places(self) -> bool:
         """Whether scores steer placement."""
         return self.predicts and self.policy in ("dynamic", "macro+micro", "micro", "lru")
 
-    def resident(self, spec: ModelSpec) -> Strategy:
-        """The same where every unit is on the device: nothing to move, and nothing gained by skipping."""
+    def resident(self, spec: ModelSpec, *, skips: bool) -> Strategy:
+        """The same where every unit is on the device: nothing to move, and nothing skipped unless it was asked for."""
         if self.moves and not self.guarded:
             log.warning("every neuron is on the device: --policy %s has nothing to move", self.policy)
-        sparsity = plain_sparsity(spec) if self.skips else self.sparsity
-        return replace(self, sparsity=sparsity, policy="static", guarded=False)
+        sparsity = plain_sparsity(spec) if self.skips and not skips else self.sparsity
+        return replace(self, sparsity=sparsity, policy="static", guarded=False, one_program=True)
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, folder: Path, fingerprint: str | None, platform: str) -> Strategy:

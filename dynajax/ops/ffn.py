@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from dynajax.config import Activation
 from dynajax.ops.linear import as_weights, contract
+from hostcompute import ffi
+
+MOST_SKIPPING = 4  # tokens for which leaving out what is zero was measured to pay
+MOST_WIDE = 32  # tokens up to which XLA's own float32 products are slower
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -51,17 +57,49 @@ def pool_ffn(
     parts: tuple[jax.Array, ...],  # (gate,) up, down, each [G, D]: one neuron a row
     activation: Activation,
     admit: jax.Array | None = None,  # [T, G] bool: what is not admitted adds nothing; None admits all
+    *,
+    skip_zeros: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """The part of the FFN that lives in a pool -> [T, D] float32, and which slots are live [T, G], admitted or not.
+    """The part of the FFN that lives in a pool -> [T, D] float32, and which slots are admitted and live [T, G].
 
     The host adds the units that are not in the pool. The parts are separate arrays because slicing one [G, P, D] array
-    costs a temporary as large as the pool.
+    costs a temporary as large as the pool. On the CPU backend the host's kernels compute this too, and of a few tokens
+    read up and down only where the activation is not zero, unless `skip_zeros` is false; everywhere else, and in
+    gradients, it is `pool_ffn_products`.
     """
+    return _pool_ffn(activation, skip_zeros, h, parts, admit)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _pool_ffn(activation: Activation, skip_zeros: bool, h, parts, admit) -> tuple[jax.Array, jax.Array]:
+    plain = partial(pool_ffn_products, activation=activation)
+    host = partial(_pool_ffn_on_cpu, activation=activation, skip_zeros=skip_zeros)
+    return jax.lax.platform_dependent(h, parts, admit, cpu=host, default=plain)
+
+
+@_pool_ffn.defjvp
+def _pool_ffn_jvp(activation: Activation, skip_zeros: bool, primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(partial(pool_ffn_products, activation=activation), primals, tangents)
+
+
+def _pool_ffn_on_cpu(h, parts, admit, *, activation: Activation, skip_zeros: bool) -> tuple[jax.Array, jax.Array]:
+    tokens = len(h)
+    if ffi.unavailable() is not None or (parts[0].dtype == jnp.float32 and tokens > MOST_WIDE):
+        return pool_ffn_products(h, parts, admit, activation=activation)
+    threshold = activation.threshold if activation.kind == "fatrelu" else 0.0
+    skips = skip_zeros and tokens <= MOST_SKIPPING
+    return ffi.pool_ffn_ffi(h, parts, admit, activation=activation.kind, threshold=threshold, skip_zeros=skips)
+
+
+def pool_ffn_products(
+    h: jax.Array, parts: tuple[jax.Array, ...], admit: jax.Array | None = None, *, activation: Activation
+) -> tuple[jax.Array, jax.Array]:
+    """`pool_ffn` as one product after the other, zeros included."""
     *ups, down = parts
     products = [contract("TD,GD->TG", h, part) for part in ups]
     values, live = combine(products[0], products[1] if len(ups) == 2 else None, activation)
     if admit is not None:
-        values = jnp.where(admit, values, jnp.float32(0))
+        values, live = jnp.where(admit, values, jnp.float32(0)), live & admit
     return contract("TG,GD->TD", values, down), live
 
 

@@ -92,7 +92,14 @@ class Sample:
 
 def opened(model: str, policy: str, pool_share: float = 0.5, **settings: Any) -> Engine:
     """An engine that skips by its predictors, with that share of the neurons on the device."""
-    wanted: dict[str, Any] = {"ctx": CTX, "sparsity": "predicted", "policy": policy, "offline": True, **settings}
+    wanted: dict[str, Any] = {
+        "ctx": CTX,
+        "sparsity": "predicted",
+        "policy": policy,
+        "offline": True,
+        "host_mode": "threads",
+        **settings,
+    }
     plan = plan_for(model, EngineConfig(**wanted))
     return Engine.from_pretrained(model, vram_budget=plan.smallest_budget_bytes + int(pool_share * plan.pool), **wanted)
 

@@ -6,7 +6,9 @@ workspace `xs` [S, D] at their own positions. The residual stream is float32 thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,23 @@ HALVINGS = 24  # of the range of scores
 Parts = tuple[jax.Array, ...]
 HostFfn = Callable[[jax.Array, jax.Array], jax.Array]  # h [T,W], rows that count bool[T] -> y_cold [T,W]
 Hosts = Sequence[HostFfn | None]  # one a layer
+
+
+class Asked(NamedTuple):
+    """Whose word a layer's skipping goes by, inside a program; static."""
+
+    layer: int  # behind whose attention it is asked
+    form: Form
+    density: float | None  # see `score`
+
+
+class Told(NamedTuple):
+    """What such a predictor has on the device: arrays, or their shapes."""
+
+    params: Mapping[str, Any]
+    slope: Any
+    intercept: Any
+    norms: Any  # [F] or None: of the down rows, where no activation is zero: what is wanted is what weighs most
 
 
 def write_kv(cache: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array) -> jax.Array:
@@ -57,34 +76,34 @@ def attend_chunk(block: AnyAttention, k, v, xs, y_cold, row, start, *, prefix: i
     return jax.lax.dynamic_update_slice_in_dim(xs, x[0], start, axis=0), h[0], k, v
 
 
-def hot_rows(x, h, parts: Parts, tally, layer, active, *, spec: ModelSpec):
+def hot_rows(x, h, parts: Parts, tally, layer, active, *, spec: ModelSpec, skip_zeros: bool = True):
     """x [B,D] plus the pool's share of the FFN; tally [L] gains the live slots of the active rows [B]."""
-    y, live = pool_ffn(h, parts, spec.activation)
+    y, live = pool_ffn(h, parts, spec.activation, skip_zeros=skip_zeros)
     count = jnp.sum(live & active[:, None], dtype=jnp.int32)
     return add_ffn(spec, x, y), tally.at[layer].add(count)
 
 
-def hot_chunk(xs, h, parts: Parts, start, *, spec: ModelSpec):
+def hot_chunk(xs, h, parts: Parts, start, *, spec: ModelSpec, skip_zeros: bool = True):
     """xs [S,D] with the pool's share of the FFN added to the T = h.shape[0] positions from `start`."""
-    y, _ = pool_ffn(h, parts, spec.activation)
+    y, _ = pool_ffn(h, parts, spec.activation, skip_zeros=skip_zeros)
     old = jax.lax.dynamic_slice_in_dim(xs, start, h.shape[0])
     return jax.lax.dynamic_update_slice_in_dim(xs, add_ffn(spec, old, y), start, axis=0)
 
 
-def hot_admitted_rows(x, h, parts: Parts, bucket, scores, theta, *, spec: ModelSpec):
+def hot_admitted_rows(x, h, parts: Parts, bucket, scores, theta, *, spec: ModelSpec, skip_zeros: bool = True):
     """`hot_rows` for the slots whose unit's score reaches theta: bucket [G] slot -> unit, scores [B,F] uint8.
 
-    -> x [B,D], and of every slot [B,G] uint8: LIVE if its activation is not zero, ADMITTED if it was computed.
+    -> x [B,D], and of every slot [B,G] uint8: ADMITTED if it was computed, LIVE if its activation is not zero then.
     """
     admit = jnp.take(scores, bucket, axis=1, mode="clip") >= theta
-    y, live = pool_ffn(h, parts, spec.activation, admit)
+    y, live = pool_ffn(h, parts, spec.activation, admit, skip_zeros=skip_zeros)
     return add_ffn(spec, x, y), live.astype(jnp.uint8) * jnp.uint8(LIVE) + admit.astype(jnp.uint8) * jnp.uint8(ADMITTED)
 
 
-def hot_admitted_chunk(xs, h, parts: Parts, bucket, scores, theta, start, *, spec: ModelSpec):
+def hot_admitted_chunk(xs, h, parts: Parts, bucket, scores, theta, start, *, spec: ModelSpec, skip_zeros: bool = True):
     """`hot_chunk` for the slots whose unit's score reaches theta, and the same marks [T,G]."""
     old = jax.lax.dynamic_slice_in_dim(xs, start, h.shape[0])
-    new, marks = hot_admitted_rows(old, h, parts, bucket, scores, theta, spec=spec)
+    new, marks = hot_admitted_rows(old, h, parts, bucket, scores, theta, spec=spec, skip_zeros=skip_zeros)
     return jax.lax.dynamic_update_slice_in_dim(xs, new, start, axis=0), marks
 
 
@@ -146,7 +165,9 @@ def head(norm: Parts, table, x, y_cold, *, spec: ModelSpec):
     return contract("BD,VD->BV", scaled(x, spec.logit_scale), table)
 
 
-def token_rows(ends, blocks, caches, pools, hosts: Hosts, start, tally, positions, active, *, prefix: int):
+def token_rows(
+    ends, blocks, caches, pools, hosts: Hosts, start, tally, positions, active, *, prefix: int, skip_zeros: bool = True
+):
     """A whole decode step in one program -> logits [B,V], tally, ks, vs.
 
     ends: norm, head's table, and the tables of `embed_rows`, () where the embeddings are on the host: then `start` is
@@ -163,5 +184,48 @@ def token_rows(ends, blocks, caches, pools, hosts: Hosts, start, tally, position
         x, h, ks[i], vs[i] = attend_rows(block, ks[i], vs[i], x, y_cold, positions, prefix=prefix)
         y_cold = none if host is None else host(h, active)
         if pools[i]:
-            x, tally = hot_rows(x, h, pools[i], tally, i, active, spec=spec)
+            x, tally = hot_rows(x, h, pools[i], tally, i, active, spec=spec, skip_zeros=skip_zeros)
     return head(norm, table, x, y_cold, spec=spec), tally, ks, vs
+
+
+def token_skipping_rows(
+    ends, blocks, caches, pools, told: Sequence[Told], start, counts, positions, active, looks, theta,
+    *, prefix: int, asked: Sequence[Asked],
+):  # fmt: skip
+    """`token_rows` where every unit is on the device, in order, and is computed if its score reaches theta.
+
+    asked and told say of every layer who foretells it. looks [L] bool: in which layers all that is live is looked up.
+    counts [3, L] int32 gain, of the active rows: neurons computed; in layers looked at, live ones, and those computed.
+    """
+    norm, table, tables = ends
+    spec = blocks[0].spec
+    shape = Shape.of(spec)
+    ks, vs = map(list, caches)
+    x = embed_rows(tables, start, positions, spec=spec) if tables else start
+    none = jnp.zeros((x.shape[0], spec.unit_width), jnp.float32)
+    scored: dict[int, jax.Array] = {}
+    gained = []
+    for i, block in enumerate(blocks):
+        x, h, ks[i], vs[i] = attend_rows(block, ks[i], vs[i], x, none, positions, prefix=prefix)
+        for target, (at, form, density) in enumerate(asked):
+            if at == i:
+                params, slope, intercept, _ = told[target]
+                scored[target] = score(params, x, h, slope, intercept, shape=shape, form=form, density=density)
+        admit = scored.pop(i) >= theta
+        y, _ = pool_ffn(h, pools[i], spec.activation, admit)
+        x = add_ffn(spec, x, y)
+        computed = admit & active[:, None]
+        look = partial(_look, h, pools[i], told[i].norms, computed, active, spec=spec, density=asked[i].density)
+        seen = jax.lax.cond(looks[i], look, lambda: (jnp.int32(0), jnp.int32(0)))
+        gained.append(jnp.stack([jnp.sum(computed, dtype=jnp.int32), *seen]))
+    return head(norm, table, x, none, spec=spec), counts + jnp.stack(gained, axis=1), ks, vs
+
+
+def _look(h, parts: Parts, norms, computed, active, *, spec: ModelSpec, density: float | None):
+    """How many of a layer's neurons are live for the active rows, and how many of these were computed [B,F]."""
+    live = live_slots(h, parts, spec=spec)
+    if density is not None and not spec.activation.has_zeros:
+        sizes = live * norms[None, :]
+        live = sizes >= quantile(sizes, density)
+    live = live & active[:, None]
+    return jnp.sum(live, dtype=jnp.int32), jnp.sum(live & computed, dtype=jnp.int32)

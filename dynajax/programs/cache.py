@@ -55,6 +55,7 @@ class Programs:
     def __init__(self, shapes: Shapes, host_call: HostCall | None = None):
         self.shapes = shapes
         self.forms: dict[str, Scoring] = {}  # kinds of predictors by the name that `score` knows them by
+        self.skipping: tuple[tuple[int, str], ...] = ()  # of every layer: behind which one it is foretold, and how
         self.compile_s = 0.0
         self._host_call = host_call
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -146,27 +147,30 @@ class Programs:
 
     def hot_rows(self, slots: int) -> jax.stages.Lowered:
         args = (self._rows, self._wide_rows, self._parts(slots), self._tally, INT, self._active)
-        return self._jit(bodies.hot_rows, donate=3).lower(*args)
+        return self._jit(self._hot(bodies.hot_rows), donate=3).lower(*args)
 
     def hot_chunk(self, size: int, slots: int) -> jax.stages.Lowered:
         args = (self._xs, self._chunk(size), self._parts(slots), INT)
-        return self._jit(bodies.hot_chunk, donate=0).lower(*args)
+        return self._jit(self._hot(bodies.hot_chunk), donate=0).lower(*args)
 
     def hot_admitted_rows(self, slots: int) -> jax.stages.Lowered:
         args = (self._rows, self._wide_rows, self._parts(slots), *self._admission(self.shapes.batch, slots))
-        return self._jit(bodies.hot_admitted_rows).lower(*args)
+        return self._jit(self._hot(bodies.hot_admitted_rows)).lower(*args)
 
     def hot_admitted_chunk(self, size: int, slots: int) -> jax.stages.Lowered:
         args = (self._xs, self._chunk(size), self._parts(slots), *self._admission(size, slots), INT)
-        return self._jit(bodies.hot_admitted_chunk, donate=0).lower(*args)
+        return self._jit(self._hot(bodies.hot_admitted_chunk), donate=0).lower(*args)
 
     def score(self, size: int, name: str) -> jax.stages.Lowered:
         kind, shape, number = self.forms[name], Shape.of(self.shapes.spec), shape_of(())
         body = partial(bodies.score, shape=shape, form=kind.form, density=kind.density)
-        arrays = param_shapes(shape, kind.form, kind.dtype)
-        params = {key: shape_of(dims, dtype) for key, (dims, dtype) in arrays.items()}
+        params = self._params(kind)
         stream = shape_of((size, self.shapes.spec.hidden))
         return jax.jit(body).lower(params, stream, self._chunk(size), number, number)
+
+    def _params(self, kind: Scoring) -> dict[str, jax.ShapeDtypeStruct]:
+        arrays = param_shapes(Shape.of(self.shapes.spec), kind.form, kind.dtype)
+        return {key: shape_of(dims, dtype) for key, (dims, dtype) in arrays.items()}
 
     def live_slots(self, size: int, slots: int) -> jax.stages.Lowered:
         return self._jit(bodies.live_slots).lower(self._chunk(size), self._parts(slots))
@@ -182,14 +186,39 @@ class Programs:
     def token_rows(self, prefix: int, *slots: int) -> jax.stages.Lowered:
         def run(handle, ends, leaves, caches, pools, start, tally, positions, active):
             blocks, hosts = [self._merge(leaf) for leaf in leaves], self._hosts(handle, slots)
-            body = partial(bodies.token_rows, prefix=prefix)
+            body = partial(self._hot(bodies.token_rows), prefix=prefix)
             return body(ends, blocks, caches, pools, hosts, start, tally, positions, active)
 
-        tied = self.shapes.spec.tied
-        ends = (self._norm, self._table, self._tables if tied else ())
-        start = self._ids if tied else self._rows
-        args = (HANDLE, ends, *self._stacks(slots), start, self._tally, self._ids, self._active)
+        args = (HANDLE, self._ends(), *self._stacks(slots), self._start(), self._tally, self._ids, self._active)
         return jax.jit(run, donate_argnums=(3, 6)).lower(*args)
+
+    def token_skipping_rows(self, prefix: int) -> jax.stages.Lowered:
+        spec = self.shapes.spec
+        kinds = [self.forms[name] for _, name in self.skipping]
+        asked = [bodies.Asked(at, kind.form, kind.density) for (at, _), kind in zip(self.skipping, kinds, strict=True)]
+
+        def run(ends, leaves, caches, pools, told, start, counts, positions, active, looks, theta):
+            blocks = [self._merge(leaf) for leaf in leaves]
+            body = partial(bodies.token_skipping_rows, prefix=prefix, asked=asked)
+            return body(ends, blocks, caches, pools, told, start, counts, positions, active, looks, theta)
+
+        norms = None if spec.activation.has_zeros else shape_of((spec.ffn,))
+        told = tuple(bodies.Told(self._params(kind), shape_of(()), shape_of(()), norms) for kind in kinds)
+        counts, looks = shape_of((3, spec.layers), "int32"), shape_of((spec.layers,), "bool")
+        args = (self._ends(), *self._stacks((spec.ffn,) * spec.layers), told, self._start(), counts, self._ids)
+        return jax.jit(run, donate_argnums=2).lower(*args, self._active, looks, shape_of((), "uint8"))
+
+    def _ends(self) -> tuple:
+        """norm, the head's table, and the tables of the embedding where they are on the device."""
+        return self._norm, self._table, self._tables if self.shapes.spec.tied else ()
+
+    def _start(self) -> jax.ShapeDtypeStruct:
+        """What a whole token begins with."""
+        return self._ids if self.shapes.spec.tied else self._rows
+
+    def _hot(self, body: Callable) -> Callable:
+        """A body that computes a pool's share of the FFN."""
+        return partial(body, skip_zeros=self.shapes.skip_zeros)
 
     def _jit(self, body: Callable, donate: int | None = None):
         """A body that only needs the spec."""

@@ -21,6 +21,7 @@ class Shapes:
     dtype: str  # device type of the weights
     ctx: int  # KV rows of a sequence, a multiple of the smallest chunk
     batch: int  # sequences decoded together
+    skip_zeros: bool = True  # a neuron whose activation is zero need not be computed further
 
     def __post_init__(self) -> None:
         if self.ctx < 1 or self.ctx % CHUNKS[0]:

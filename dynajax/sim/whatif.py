@@ -78,12 +78,10 @@ class Answer:
         return {"policy": self.policy, "settings": dict(self.settings), **self.figures}
 
 
-def weights_of(spec: ModelSpec, dtype: str, host_dtype: str, *, shared: bool = False) -> Weights:
-    """The model at these precisions: auto as the engine has it, float32 on the device where that is the CPU (`shared`),
-    else the model's own, and on the host the device's, or the model's own where that is float32."""
-    device = dtype
-    if dtype == "auto":
-        device = "float32" if shared else spec.dtype
+def weights_of(spec: ModelSpec, dtype: str, host_dtype: str) -> Weights:
+    """The model at these precisions: auto as the engine has it, on the device the model's own, and on the host the
+    device's, or the model's own where that is float32."""
+    device = spec.dtype if dtype == "auto" else dtype
     host = host_dtype
     if host_dtype == "auto":
         host = spec.dtype if device == "float32" else device

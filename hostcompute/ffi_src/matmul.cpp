@@ -4,6 +4,7 @@
 #include <string>
 
 #include "../src/api.h"
+#include "weight_type.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
@@ -15,24 +16,11 @@ std::atomic<decltype(&hc_matmul)> library_matmul{nullptr};
 
 ffi::Error refuse(const std::string& what) { return ffi::Error::InvalidArgument("dynajax_matmul: " + what); }
 
-// As in hc_arena; -1 for what is no type of weights. uint16 holds the bits of bfloat16.
-int32_t weight_type(ffi::DataType type) {
-  switch (type) {
-    case ffi::F16:
-      return 1;
-    case ffi::BF16:
-    case ffi::U16:
-      return 2;
-    default:
-      return -1;
-  }
-}
-
 ffi::Error matmul(Rows x, ffi::AnyBuffer weights, ffi::Result<Rows> y, bool sum_rows) {
   const auto compute = library_matmul.load(std::memory_order_relaxed);
   if (compute == nullptr) return ffi::Error::Internal("dynajax_matmul: the library was not attached");
   const int32_t type = weight_type(weights.element_type());
-  if (type < 0) return refuse("weights must be float16, bfloat16 or its bits as uint16");
+  if (type < 1) return refuse("weights must be float16, bfloat16 or its bits as uint16");
   if (weights.dimensions().size() != 2) return refuse("weights must be a matrix");
   const int64_t rows = weights.dimensions()[0];
   const int64_t width = weights.dimensions()[1];

@@ -16,6 +16,7 @@ namespace {
 
 // One plus the index of the first unit outside the arena, or 0.
 int64_t first_outside(const hc_arena& arena, const int32_t* units, int64_t count) {
+  if (units == nullptr) return count > arena.units ? arena.units + 1 : 0;
   for (int64_t i = 0; i < count; ++i)
     if (units[i] < 0 || units[i] >= arena.units) return i + 1;
   return 0;
@@ -72,19 +73,14 @@ const char* hc_pool_isa(void* pool) { return static_cast<Handle*>(pool)->kernels
 int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t batch, const int32_t* units, int64_t count,
                int32_t activation, float threshold, int32_t skip_zeros, const uint8_t* admit, const float* weights,
                float* y, uint8_t* live, float* values, int64_t* totals) {
-  Handle& handle = *static_cast<Handle*>(pool);
   const int64_t outside = first_outside(*arena, units, count);
   if (outside != 0) return outside;
-  std::lock_guard<std::mutex> turn(handle.pool->turn());
-  try {
+  return in_turn(pool, [&](Pool& own, const Kernels& kernels) {
     const auto compute = weights == nullptr ? ffn : experts;
-    compute(*handle.pool, *handle.kernels,
+    compute(own, kernels,
             {*arena, x, batch, units, count, static_cast<Activation>(activation), threshold, skip_zeros != 0, admit,
              weights, y, live, values, totals});
-  } catch (const std::bad_alloc&) {
-    return hc_no_memory;
-  }
-  return hc_ok;
+  });
 }
 
 int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units, int64_t count, void* out) {

@@ -9,19 +9,23 @@ constexpr int32_t hc_abi = 7;
 
 #define HC_API extern "C" __attribute__((visibility("default")))
 
-// One layer's bundles: [units, parts, rows, width], C-contiguous. Borrowed, never owned.
+// One layer's units, borrowed, never owned. A unit's rows of one part lie side by side; its parts, and the units, where
+// the last two fields say: whole units one behind the other, or every part in an array of its own.
 struct hc_arena {
-  const void* data;
+  const void* data;  // the first row of part 0
   int64_t units;
   int64_t parts;  // 3: gate, up, down; 2: up, down
   int64_t rows;   // rows per part: 1 for a neuron, f for an expert
   int64_t width;  // D, in values
   int32_t dtype;  // 0 float32, 1 float16, 2 bfloat16, 3 int8, 4 int4: packed rows, see row_bytes in kernels.h
   int32_t padding;
+  int64_t stride;     // bytes from unit to unit
+  int64_t places[2];  // bytes from part 0 of a unit to its parts 1 and 2
 };
 
 // Results of hc_pool_create and of the calls. A positive result of hc_ffn and hc_gather is one plus the
-// index of the first unit that lies outside the arena; nothing was computed then.
+// index of the first unit that lies outside the arena; nothing was computed then. Where units are null, and so none
+// does, hc_ffn may say hc_no_resources.
 enum { hc_ok = 0, hc_unknown_isa = 1, hc_missing_isa = 2, hc_no_resources = 3, hc_no_memory = -1 };
 
 HC_API int32_t hc_abi_version(void);
@@ -32,7 +36,7 @@ HC_API void* hc_pool_create(int32_t threads, const char* isa, int32_t* status);
 HC_API void hc_pool_destroy(void* pool);
 HC_API const char* hc_pool_isa(void* pool);
 
-// y[B,D] = FFN of x[B,D] over `count` units. activation: 0 relu, 1 fatrelu, 2 silu, 3 drelu; the last one,
+// y[B,D] = FFN of x[B,D] over `count` units; units: null for 0, 1, 2, ... pool as in hc_matmul. activation: 0 relu, 1 fatrelu, 2 silu, 3 drelu; the last one,
 // relu(gate) * relu(up), needs three parts. admit: uint8 [B,count] or null: where it is 0 the unit is zero for the
 // row, whatever its gate; with skip_zeros zeros are then skipped of silu too. weights: [B,count] or null, what a unit's
 // share of a row is multiplied with, as a router says; where a row's weight is 0, or admit, it costs nothing, and a
@@ -43,7 +47,7 @@ HC_API int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t
                       int64_t count, int32_t activation, float threshold, int32_t skip_zeros, const uint8_t* admit,
                       const float* weights, float* y, uint8_t* live, float* values, int64_t* totals);
 
-// out[i] = arena[units[i]], whole units.
+// out[i] = arena[units[i]]: of whole units that lie one behind the other.
 HC_API int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units, int64_t count, void* out);
 
 // The sum of the 64-bit words of a buffer, read once by all threads: what a benchmark compares with.

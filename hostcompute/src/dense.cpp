@@ -121,7 +121,7 @@ class Dense {
   void find_part(int part, int64_t column, const void** rows) const {
     for (int r = 0; r < rows_; ++r)
       rows[r] = wide_ != nullptr ? reinterpret_cast<const char*>(wide_ + r * d_ + column)
-                                 : base_[r] + part * plan_.part_stride() + column * element_;
+                                 : base_[r] + plan_.part_place(part) + column * element_;
   }
 
   // What is read behind a part of this block: the next part, or the gates of the next block. Returns how many rows.

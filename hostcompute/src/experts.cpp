@@ -138,8 +138,7 @@ class Experts {
   }
 
   const char* first_row(const Visit& visit) const {
-    const int64_t rows = call_.units[visit.position] * call_.arena.parts * call_.arena.rows + visit.begin;
-    return static_cast<const char*>(call_.arena.data) + rows * row_bytes(call_.arena);
+    return call_.unit(visit.position) + visit.begin * row_bytes(call_.arena);
   }
 
   // y = the threads' sums, added in the order of the threads; zero for the other rows.

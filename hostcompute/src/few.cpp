@@ -93,7 +93,7 @@ class Few {
   }
 
   void add_needed(const Block& block, int part) {
-    for (int i = 0; i < block.count; ++i) order_.add(block.base[block.needed[i]] + part * plan_.part_stride());
+    for (int i = 0; i < block.count; ++i) order_.add(block.base[block.needed[i]] + plan_.part_place(part));
   }
 
   void read_gates(Block* block) {

@@ -10,7 +10,7 @@ struct FfnCall {
   const hc_arena& arena;
   const float* x;  // [batch, width]
   int64_t batch;
-  const int32_t* units;  // [count], each in [0, arena.units)
+  const int32_t* units;  // [count], each in [0, arena.units), or null: 0, 1, 2, ...
   int64_t count;
   Activation activation;
   float threshold;
@@ -21,6 +21,11 @@ struct FfnCall {
   uint8_t* live;         // [batch, count], or null
   float* values;         // [batch, count], or null; only where arena.rows is 1
   int64_t* totals;       // [batch + 1]
+
+  // The part-0 rows of the unit at a position of the list.
+  const char* unit(int64_t position) const {
+    return static_cast<const char*>(arena.data) + (units == nullptr ? position : units[position]) * arena.stride;
+  }
 };
 
 int64_t row_bytes(const hc_arena& arena);

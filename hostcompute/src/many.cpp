@@ -53,7 +53,7 @@ class Many {
 
   const void* row(int r, int part) const {
     if (wide_ != nullptr) return wide_ + r * d_;
-    return base_[r] + part * plan_.part_stride();
+    return base_[r] + plan_.part_place(part);
   }
 
   // Calls kernel(r, n, rows, next) for the listed neurons from r on, n = `tile` or 1 of them at a time.

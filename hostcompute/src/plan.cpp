@@ -50,13 +50,12 @@ Plan::Plan(const FfnCall& call, const Kernels& kernels, const Visit& visit)
 int Plan::find_rows(int64_t block, const char** rows) const {
   if (block >= blocks) return 0;
   const hc_arena& arena = call.arena;
-  const char* const data = static_cast<const char*>(arena.data);
   const int64_t first = begin(block);
   const int64_t end = begin(block + 1);
   for (int64_t j = first; j < end; ++j) {
     const int64_t position = visit_ != nullptr ? visit_->position : arena.rows == 1 ? j : j / arena.rows;
     const int64_t inner = visit_ != nullptr ? visit_->begin + j : j - position * arena.rows;
-    rows[j - first] = data + call.units[position] * arena.parts * part_stride() + inner * row_bytes_;
+    rows[j - first] = call.unit(position) + inner * row_bytes_;
   }
   return static_cast<int>(end - first);
 }
@@ -70,7 +69,7 @@ int Plan::find_upcoming(int64_t block, const char** rows) const {
 
 void widen_rows(const Plan& plan, const char* const* base, int part, const int* list, int count, float* wide) {
   const int64_t d = plan.call.arena.width;
-  const auto row = [&](int i) { return base[list[i]] + part * plan.part_stride(); };
+  const auto row = [&](int i) { return base[list[i]] + plan.part_place(part); };
   for (int i = 0; i < count; ++i) {
     for (int64_t at = 0; i + 1 < count && at < plan.row_bytes(); at += 64) __builtin_prefetch(row(i + 1) + at);
     plan.tiles.widen(row(i), d, 0, d, wide + list[i] * d);

@@ -65,11 +65,11 @@ class Plan {
 
   int64_t begin(int64_t block) const { return block * neurons_ / blocks; }  // its first neuron
 
-  // Finds the part-0 row of each neuron of a block; returns how many there are. Part p lies p strides on.
+  // Finds the part-0 row of each neuron of a block; returns how many there are. Part p lies part_place(p) bytes on.
   int find_rows(int64_t block, const char** rows) const;
   // The same, and behind the last block the rows that are read then, as far as they are known.
   int find_upcoming(int64_t block, const char** rows) const;
-  int64_t part_stride() const { return call.arena.rows * row_bytes_; }
+  int64_t part_place(int part) const { return part == 0 ? 0 : call.arena.places[part - 1]; }
   int64_t row_bytes() const { return row_bytes_; }
 
   bool routed() const { return visit_ != nullptr; }  // all tokens want all neurons

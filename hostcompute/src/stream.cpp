@@ -42,7 +42,7 @@ struct Sum {
 }  // namespace
 
 void gather(Pool& pool, const Kernels& kernels, const hc_arena& arena, const int32_t* units, int64_t count, void* out) {
-  const int64_t unit_bytes = arena.parts * arena.rows * row_bytes(arena);
+  const int64_t unit_bytes = arena.stride;
   Gather job{pool, kernels, static_cast<const char*>(arena.data), unit_bytes, units, count, static_cast<char*>(out)};
   // Each thread fills one contiguous piece of the result; a large unit may be cut between two threads.
   const auto task = [](void* context, int thread) {

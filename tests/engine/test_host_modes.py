@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -243,4 +244,19 @@ def test_a_16_bit_type_without_its_kernels_says_that_it_is_slow(monkeypatch, cap
     assert not caplog.records
     monkeypatch.setattr("hostcompute.ffi.unavailable", lambda: "no library")
     resolve_dtypes(config, SPECS["relu"], "cpu")
+    assert resolve_dtypes(config, SPECS["relu"], "gpu")[0] == dtype
     assert [record.message.endswith("are missing: no library") for record in caplog.records] == [True] * said
+
+
+def test_auto_is_the_checkpoints_type_where_its_kernels_are(monkeypatch, caplog):
+    spec, auto = replace(SPECS["relu"], dtype="bfloat16"), EngineConfig()
+    assert resolve_dtypes(auto, spec, "cpu") == resolve_dtypes(auto, spec, "gpu") == ("bfloat16", "bfloat16")
+    for host_dtype in ("float16", "float32"):  # which fill no bfloat16 pool
+        assert resolve_dtypes(EngineConfig(host_dtype=host_dtype), spec, "cpu") == ("float32", host_dtype)
+    monkeypatch.setattr("hostcompute.ffi.unavailable", lambda: "no library")
+    assert not caplog.records
+    assert resolve_dtypes(auto, spec, "cpu") == ("float32", "bfloat16")
+    assert [record.message for record in caplog.records] == [
+        "weights become float32, the kernels for bfloat16 are missing: no library"
+    ]
+    assert resolve_dtypes(auto, SPECS["relu"], "cpu") == ("float32", "float32") and len(caplog.records) == 1

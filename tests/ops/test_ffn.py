@@ -14,6 +14,7 @@ from dynajax.ops.ffn import (
     as_weights,
     combine,
     pool_ffn,
+    pool_ffn_products,
     pool_ffn_reference,
     write_slots,
     write_slots_reference,
@@ -73,6 +74,37 @@ def test_pool_ffn(kind, pool_type):
         assert live.dtype == jnp.bool_ and live.shape == gate.shape
         np.testing.assert_array_equal(np.asarray(live)[sure], expected_live[sure])
         assert not live[:, 5].any()  # a slot of zeros is never live
+
+
+@pytest.mark.parametrize("skip_zeros", [True, False])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_what_the_host_computes_is_what_the_products_give(kind, skip_zeros):
+    """Of few tokens and of many; what is not admitted adds nothing, and counts as not live."""
+    activation, admit = ACTIVATIONS[kind], np.random.default_rng(1).random((6, 24)) < 0.5
+    host = partial(pool_ffn, activation=activation, skip_zeros=skip_zeros)
+    h, parts = case("float32")
+    for tokens in (1, 6):
+        few, some = h[:tokens], jnp.asarray(admit[:tokens])
+        for marks in (None, some):
+            y, live = jax.jit(host)(few, parts, admit=marks)
+            expected = pool_ffn_products(few, parts, marks, activation=activation)
+            assert_ffn(y, expected[0], "float32")
+            np.testing.assert_array_equal(live, expected[1])
+        assert not live[~some].any() and live.any()
+        with pytest.raises(AssertionError):
+            assert_ffn(host(few, parts, admit=~some)[0], expected[0], "float32")
+
+
+def test_gradients_are_those_of_the_products():
+    activation, (h, parts) = ACTIVATIONS["relu"], case("float32")
+
+    def loss(ffn, h, parts):
+        return jnp.sum(ffn(h, parts, activation=activation)[0] ** 2)
+
+    found, expected = (jax.grad(partial(loss, ffn), argnums=(0, 1))(h, parts) for ffn in (pool_ffn, pool_ffn_products))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        assert np.abs(other).max() > 0.1
 
 
 def float64_ffn(h, parts, activation):

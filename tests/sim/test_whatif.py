@@ -44,8 +44,8 @@ def test_a_sweep_changes_what_it_names_and_the_last_name_first():
 
 def test_types_follow_each_other():
     assert (WEIGHTS.dtype, WEIGHTS.host_dtype, WEIGHTS.kv_dtype) == ("float16", "float16", "float16")
-    here = weights_of(SPECS["relullama-7b"], "auto", "auto", shared=True)
-    assert (here.dtype, here.host_dtype) == ("float32", "float16")
+    wide = weights_of(SPECS["relullama-7b"], "float32", "auto")
+    assert (wide.dtype, wide.host_dtype) == ("float32", "float16")
     low = weights_of(SPECS["relullama-7b"], "int4", "auto")
     assert (low.dtype, low.host_dtype, low.kv_dtype) == ("int4", "int4", "float16")
     with pytest.raises(UsageError, match="no size is known of 'int5'"):
