@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dynajax.policy.placement import block_units
 from dynajax.programs import Programs, Shapes
@@ -10,11 +10,9 @@ from dynajax.programs import Programs, Shapes
 Progress = Callable[[str, int, int], None]
 
 
-def largest_temporary(programs: Programs, mode: str, progress: Progress) -> int:
-    """Bytes of temporaries that no program of the engine exceeds."""
-    keys = largest_programs(programs.shapes, mode)
-    if mode == "skipping":
-        keys += [("score", programs.shapes.chunks[-1], name) for name in programs.forms]
+def largest_temporary(programs: Programs, mode: str, progress: Progress, further: Sequence[tuple] = ()) -> int:
+    """Bytes of temporaries that no program of the engine exceeds, nor one of the `further`."""
+    keys = [*largest_programs(programs.shapes, mode), *further]
     largest = 0
     for done, key in enumerate(keys, start=1):
         largest = max(largest, programs.temp_bytes(*key))
@@ -37,14 +35,14 @@ def largest_programs(shapes: Shapes, mode: str) -> list[tuple]:
         case "resident":
             return [*prefill, ("token_rows", prefix, *full)]
         case "skipping":
-            return [*prefill, ("head",), masked, ("token_skipping_rows", prefix)]
+            return [*prefill, ("head",), masked]  # and what depends on the predictors
     almost = (max(0, spec.ffn - block_units(spec.ffn)),) * spec.layers  # a share for the host in every layer
     return [*prefill, ("token_rows", prefix, *almost)]
 
 
 def unseen_bytes(shapes: Shapes, mode: str) -> int:
     """What a full pool adds to the temporaries of a program whose pools lack one block, which saves compiling it."""
-    if mode in ("threads", "planned", "resident", "skipping") or shapes.spec.experts is not None:
+    if mode in ("threads", "planned", "resident") or shapes.spec.experts is not None:
         return 0
     return 4 * 4 * shapes.batch * block_units(shapes.spec.ffn)
 

@@ -17,20 +17,19 @@ from dynajax.budget import MemoryPlan
 from dynajax.checkpoint import Checkpoint, Statistics, read_contributions, read_spec, read_stats, stats_path
 from dynajax.checkpoint.generation import GENERATION_NAME, read_generation_config
 from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec
-from dynajax.engine.hosts import Host, make_host, offload_mode
-from dynajax.engine.largest import largest_temporary, unseen_bytes
-from dynajax.engine.layout import Layout
+from dynajax.engine.hosts import Host, offload_mode
+from dynajax.engine.layout import Layout, fixed_bytes, try_layout
 from dynajax.engine.mixture.planning import host_extra, predictor_bytes, with_buffers
 from dynajax.engine.mixture.strategy import MixtureStrategy, resolve_mixture
 from dynajax.engine.prediction import NONE, Prediction, choose
 from dynajax.engine.strategy import Strategy, resolve
-from dynajax.engine.target import Target, budget_limit
+from dynajax.engine.target import Target
 from dynajax.errors import ModelError, StorageError, UsageError
 from dynajax.model_folder import model_folder
 from dynajax.plan import Placement
 from dynajax.policy.experts.presets import place_experts
 from dynajax.policy.placement import place_equal, place_static, staged_units
-from dynajax.programs import Programs, Shapes, make_programs
+from dynajax.programs import Programs, Shapes
 from dynajax.programs.shapes import round_ctx
 from dynajax.staging import open_staging
 from dynajax.transfer import RING, fill_piece
@@ -95,7 +94,8 @@ def prepare(
         open_staging(config.staging, jax.local_devices()[0], probe)  # refused before anything is loaded
     layout = lay_out(config, strategy, shapes, device, progress, fingerprint)
     if layout.mode == "resident":
-        strategy = strategy.resident(spec, skips=layout.prediction is not NONE)
+        skips = layout.prediction is not NONE
+        strategy = strategy.resident(spec, skips=skips) if isinstance(strategy, Strategy) else strategy.resident(spec)
     unit, host_unit = budget.unit_bytes(spec, dtype), budget.unit_bytes(spec, host_dtype)
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
     host, prediction, staged = (
@@ -179,7 +179,7 @@ def lay_out(
         if skips:
             assert isinstance(strategy, Strategy), "experts are never skipped"
             prediction = choose(shapes.spec, strategy.knobs, strategy.trained, fingerprint, skips=True, places=False)
-        layout = _try(config, "resident", shapes, device, progress, prediction)
+        layout = try_layout(config, "resident", shapes, device, progress, prediction)
         if layout is not None:
             return layout
     return lay_out_offloaded(config, strategy, shapes, device, progress)
@@ -194,48 +194,9 @@ def lay_out_offloaded(
     mode = "threads" if between else offload_mode(config.host_mode, device.platform)
     if config.host_mode == "auto" and mode == "threads" and device.platform == "cpu" and not between:
         log.warning("host mode threads, which is slower than ffi: %s", ffi.unavailable())
-    layout = _try(config, "planned" if strategy.planned else mode, shapes, device, progress)
+    layout = try_layout(config, "planned" if strategy.planned else mode, shapes, device, progress)
     assert layout is not None
     return replace(layout, mode=mode)
-
-
-def _try(
-    config: EngineConfig,
-    mode: str,
-    shapes: Shapes,
-    device: Target,
-    progress: Progress,
-    prediction: Prediction = NONE,  # of resident neurons
-) -> Layout | None:
-    """The layout of a mode. None if `mode` is resident and the units do not fit; nothing is compiled if that is sure.
-
-    FitError if what every mode needs does not fit.
-    """
-    spec, gpu = shapes.spec, device.platform != "cpu"
-    everything = len(spec.unit_layers) * spec.units * budget.unit_bytes(spec, shapes.dtype)
-    limit = budget_limit(config, device)
-    fixed = fixed_bytes(shapes, 0) | {"predictors": prediction.bytes}
-    if mode == "resident" and limit is not None and sum(fixed.values()) + everything > limit:
-        return None
-    host, programs, temporaries = compiled_for(mode, shapes, progress, prediction)
-    fixed = fixed_bytes(shapes, temporaries) | {"predictors": prediction.bytes}
-    needed = sum(fixed.values())
-    total = needed + everything if limit is None else limit
-    left = total - budget.margin_bytes(total, gpu=gpu) - needed
-    if mode == "resident" and left < everything:
-        return None
-    return Layout(
-        mode=mode,
-        host=host,
-        programs=programs,
-        temporaries=temporaries,
-        fixed=fixed,
-        budget_bytes=total,
-        pool_bytes=budget.pool_budget(total, needed, gpu=gpu),
-        unlimited=limit is None,
-        gpu=gpu,
-        prediction=prediction,
-    )
 
 
 def add_plans(
@@ -273,25 +234,6 @@ def plan_host_bytes(strategy: Strategy, prediction: Prediction, spec: ModelSpec,
         return {"staging": 0, "statistics": 0}
     by_neuron = (4 + 4 + 4 + 8 + 4 + 1 + len(prediction.entries) // max(1, spec.layers)) * spec.layers * spec.ffn
     return {"staging": staging, "statistics": by_neuron}
-
-
-def compiled_for(
-    mode: str, shapes: Shapes, progress: Progress, prediction: Prediction = NONE
-) -> tuple[Host | None, Programs, int]:
-    """The host of a mode, its programs, and the bytes of temporaries that none of them exceeds."""
-    host = make_host(mode, shapes.spec)
-    programs = make_programs(shapes, None if host is None else host.call)
-    if prediction is not NONE:
-        mode = "skipping"
-        for place in prediction.entries:
-            programs.forms[prediction.scoring(place).name] = prediction.scoring(place)
-        places = [prediction.skipping(layer) for layer in range(shapes.spec.layers)]
-        programs.skipping = tuple(
-            (layer - place[0], prediction.scoring(place).name)
-            for layer, place in enumerate(places)
-            if place is not None
-        )
-    return host, programs, largest_temporary(programs, mode, progress) + unseen_bytes(shapes, mode)
 
 
 def plan_for(model: str, config: EngineConfig) -> MemoryPlan:
@@ -344,17 +286,6 @@ def generation(folder: Path, spec: ModelSpec) -> dict[str, Any]:
         raise ModelError(f"{folder}/{GENERATION_NAME} names token {outside[0]}, the model has {spec.vocab}")
     ids = tuple(dict.fromkeys([*spec.eos_ids, *eos]))
     return {"advice": advice, "bos_id": spec.bos_id if bos is None else bos, "eos_ids": ids}
-
-
-def fixed_bytes(shapes: Shapes, temporaries: int) -> dict[str, int]:
-    """dense, kv and scratch: what must be on the device whatever the pool holds."""
-    spec = shapes.spec
-    workspace = budget.workspace_bytes(spec, shapes.ctx, shapes.batch, shapes.chunks[-1])
-    return {
-        "dense": budget.dense_bytes(spec, shapes.dtype),
-        "kv": budget.kv_bytes(spec, shapes.dtype, shapes.ctx, shapes.batch),
-        "scratch": workspace + temporaries,
-    }
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tuple[str, str]:

@@ -47,6 +47,15 @@ class Prediction:
         shape, size = Shape.of(spec), DTYPES[self.dtype].itemsize
         return sum(form_bytes(shape, entry.form, size) for entry in self.entries.values())
 
+    def foretold(self, layers: int) -> tuple[int | str, ...]:
+        """By what every layer skips, as `Programs.token_skipping_rows` takes it."""
+        found: list[int | str] = []
+        for layer in range(layers):
+            place = self.skipping(layer)
+            assert place is not None, f"layer {layer} has no scores to skip by"
+            found += [layer - place[0], self.scoring(place).name]
+        return tuple(found)
+
     def skipping(self, layer: int) -> Place | None:
         """Which scores decide what the layer skips: those of skip_lead, else of lead 0, else of lead."""
         places = [(lead, layer) for lead in dict.fromkeys((self.skip_lead, 0, self.lead))]

@@ -36,6 +36,7 @@ class SkippingRunner:
         self.alarmed = False  # see `figures`
         self.lanes: Lanes | None = None
         spec = loaded.programs.shapes.spec
+        self._foretold = predictors.prediction.foretold(spec.layers)
         self._told = tuple(self._told_of(layer) for layer in range(spec.layers))
         self._none = jnp.zeros((3, spec.layers), jnp.int32)
         self.reset_counters()
@@ -75,7 +76,8 @@ class SkippingRunner:
         if self.layers.observer is not None:
             return self.layers.rows(state, ids, positions, active)
         programs, weights, pool = self._loaded.programs, self._loaded.weights, self._loaded.pool
-        program = programs.get("token_skipping_rows", bucket_of(int(positions.max()) + 1, programs.shapes.prefixes))
+        prefix = bucket_of(int(positions.max()) + 1, programs.shapes.prefixes)
+        program = programs.get("token_skipping_rows", prefix, *self._foretold)
         ends = (weights.norm, weights.table, weights.tables)
         start = ids if weights.tables else weights.lookup(ids, positions)
         caches = (tuple(state.ks), tuple(state.vs))

@@ -17,7 +17,7 @@ from dynajax.collecting import but_prefill, undisturbed
 from dynajax.config import EngineConfig
 from dynajax.engine import Engine
 from dynajax.engine.observing import Seen
-from dynajax.engine.planning import budget_limit
+from dynajax.engine.target import budget_limit
 from dynajax.errors import FitError, UsageError
 from dynajax.predictor_training.runs import Run
 from dynajax.predictor_training.texts import Text, seen_tokens

@@ -18,8 +18,8 @@ from dynajax.config import EngineConfig
 from dynajax.engine import Engine
 from dynajax.engine.checks import Wanted
 from dynajax.engine.observing import Seen
-from dynajax.engine.planning import budget_limit
 from dynajax.engine.prediction import SILU_DENSITY
+from dynajax.engine.target import budget_limit
 from dynajax.errors import FitError, UsageError
 from dynajax.predictor_training.runs import Kept, Run
 from dynajax.predictor_training.sources import device_bytes, forms_for, sources_of

@@ -55,7 +55,6 @@ class Programs:
     def __init__(self, shapes: Shapes, host_call: HostCall | None = None):
         self.shapes = shapes
         self.forms: dict[str, Scoring] = {}  # kinds of predictors by the name that `score` knows them by
-        self.skipping: tuple[tuple[int, str], ...] = ()  # of every layer: behind which one it is foretold, and how
         self.compile_s = 0.0
         self._host_call = host_call
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -192,10 +191,10 @@ class Programs:
         args = (HANDLE, self._ends(), *self._stacks(slots), self._start(), self._tally, self._ids, self._active)
         return jax.jit(run, donate_argnums=(3, 6)).lower(*args)
 
-    def token_skipping_rows(self, prefix: int) -> jax.stages.Lowered:
-        spec = self.shapes.spec
-        kinds = [self.forms[name] for _, name in self.skipping]
-        asked = [bodies.Asked(at, kind.form, kind.density) for (at, _), kind in zip(self.skipping, kinds, strict=True)]
+    def token_skipping_rows(self, prefix: int, *foretold: int | str) -> jax.stages.Lowered:
+        """foretold: of every layer behind which one it is, and by whom as `score` knows them: 0, name, 0, name, ..."""
+        spec, kinds = self.shapes.spec, [self.forms[str(name)] for name in foretold[1::2]]
+        asked = [bodies.Asked(int(at), kind.form, kind.density) for at, kind in zip(foretold[::2], kinds, strict=True)]
 
         def run(ends, leaves, caches, pools, told, start, counts, positions, active, looks, theta):
             blocks = [self._merge(leaf) for leaf in leaves]

@@ -7,7 +7,7 @@ import pytest
 from dynajax import Engine
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
-from dynajax.engine.planning import compiled_for
+from dynajax.engine.layout import compiled_for
 from dynajax.errors import FitError, UsageError
 from dynajax.programs import Shapes
 from tests.engine.cases import PROMPT, SPECS

@@ -43,9 +43,11 @@ def test_what_auto_means(monkeypatch, spec, platform, trained, config, expected)
 
 
 def test_a_model_wholly_on_the_device_skips_and_moves_nothing(monkeypatch):
-    whole = resolved(monkeypatch, trained="folder").resident(RELU)
+    whole = resolved(monkeypatch, trained="folder").resident(RELU, skips=False)
     assert (whole.sparsity, whole.policy, whole.planned, whole.guarded) == ("exact", "static", False, False)
-    assert resolved(monkeypatch, sparsity="dense").resident(RELU).sparsity == "dense"
+    assert resolved(monkeypatch, sparsity="dense").resident(RELU, skips=False).sparsity == "dense"
+    asked = resolved(monkeypatch, trained="folder").resident(RELU, skips=True)
+    assert (asked.sparsity, asked.policy, asked.planned, asked.skips) == ("predicted", "static", False, True)
 
 
 def test_what_guesses_without_training_is_said_once_and_only_where_something_guesses(monkeypatch, caplog):

@@ -1,0 +1,131 @@
+"""Skipping in one program, where the CPU backend holds every neuron: what the threads say, and what is counted."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from dynajax import Engine
+from dynajax.errors import UsageError
+from hostcompute.ffi import unavailable
+from tests.engine.cases import PROMPT, SPECS
+from tests.engine.planned_cases import CTX, budget, decode, opened
+
+TEXT = [*PROMPT, 5, 9, 77, 3]
+IDS = np.array([TEXT, TEXT[::-1]]).T
+NEW = 40
+PREDICTED = {"sparsity": "predicted", "ctx": CTX, "policy": "static", "deterministic": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def handler() -> None:
+    if (reason := unavailable()) is not None:
+        pytest.skip(f"no FFI handler: {reason}")
+
+
+@contextmanager
+def whole(folder, **settings):
+    """Everything is there, as by default on the CPU backend."""
+    with Engine.from_pretrained(str(folder), **PREDICTED | settings) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("skip_lead", [0, 1])
+@pytest.mark.parametrize("name", ["relu", "silu", "fatrelu", "relu-tied"])
+def test_the_threads_say_the_same(models, name, skip_lead):
+    """Logits of two rows, the figures of a generation, the scores of a text; and only one of them is one program."""
+    settings = {"set": {"theta": 0.4, "skip_lead": skip_lead, "lead": 1}, "batch": 2}
+    found = []
+    for which in (whole(models[name], **settings), opened(models[name], 100, **PREDICTED | settings)):
+        with which as engine:
+            parts = engine._parts
+            logits = decode(parts, IDS, 5)
+            result = engine.generate(list(PROMPT), max_new_tokens=NEW, ignore_eos=True)
+            found.append((logits, result, engine.score(TEXT, check=True), engine.stats(), parts.pool.slots))
+    one, threads = found
+    np.testing.assert_allclose(one[0], threads[0], rtol=0, atol=2e-5)
+    assert one[1].token_ids == threads[1].token_ids
+    assert one[1].units == threads[1].units and one[1].units.recall is not None and one[1].units.hot_share == 1
+    assert 0 < one[1].units.density < (0.7 if name == "silu" else 0.6)
+    np.testing.assert_allclose(one[2].logprobs, threads[2].logprobs, rtol=0, atol=2e-5)
+    for counts in ("computed", "live", "found"):
+        assert getattr(one[2].counts, counts).tolist() == getattr(threads[2].counts, counts).tolist()
+    assert (one[3]["host_mode"], threads[3]["host_mode"]) == ("resident", "threads")
+    assert one[4] == threads[4] == (SPECS[name].ffn,) * SPECS[name].layers
+    kinds = {kind[0] for kind in one[3]["program_kinds"]}
+    assert "token_skipping_rows" in kinds and not kinds & {"attend_rows", "hot_admitted_rows"}
+    with (
+        opened(models[name], 100, **PREDICTED | {"sparsity": "dense"}, batch=2) as engine,
+        pytest.raises(AssertionError),
+    ):
+        np.testing.assert_allclose(decode(engine._parts, IDS, 5), threads[0], rtol=0, atol=2e-3)
+
+
+def test_scores_are_those_of_decoding(models):
+    with whole(models["relu"], set={"theta": 0.4}) as engine:
+        scored = engine.score(TEXT)
+        logits = decode(engine._parts, np.array(TEXT[:-1])[:, None], 0)[:, 0].astype(np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    expected = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    np.testing.assert_allclose(scored.logprobs, expected[np.arange(len(TEXT) - 1), TEXT[1:]], atol=2e-4)
+
+
+def test_rows_that_rest_count_for_nothing(models):
+    """Of a batch of two one row ends early: figures are those of the rows alone."""
+    prompts, found = [list(PROMPT), list(PROMPT[5:20])], []
+    for batch in (1, 2):
+        with whole(models["relu"], batch=batch, set={"theta": 0.4}) as engine:
+            results = [engine.generate(prompts[0], max_new_tokens=NEW, ignore_eos=True)] if batch == 1 else None
+            if results is None:
+                parts = engine._parts
+                parts.reset_counters()
+                for row, prompt in enumerate([prompts[0][:-1], prompts[1][:-1]]):
+                    parts.stepper.prefill(row, prompt, lambda done, total: None)
+                parts.reset_counters()
+                ids, at = np.zeros(2, np.int32), np.zeros(2, np.int32)
+                for step, token in enumerate([prompts[0][-1], *found[0][0]][:-1]):
+                    ids[0], at[0] = token, len(prompts[0]) - 1 + step
+                    parts.stepper.step(ids, at, np.array([True, False]))
+                found.append(parts.runner.books)
+            else:
+                found.append((results[0].token_ids, engine._parts.runner.books))
+    for field in ("rows", "hot_computed", "seen_rows", "seen_live", "seen_computed"):
+        assert getattr(found[1], field).tolist() == getattr(found[0][1], field).tolist(), field
+    assert found[1].seen_live.sum() > 0
+
+
+def test_prompts_are_skipped_if_asked_for(models):
+    with whole(models["relu"], set={"theta": 0.4, "sparse_prefill": True}) as one:
+        found = decode(one._parts, IDS[:, :1], 30)
+    with opened(models["relu"], 100, **PREDICTED, set={"theta": 0.4, "sparse_prefill": True}) as threads:
+        np.testing.assert_allclose(found, decode(threads._parts, IDS[:, :1], 30), rtol=0, atol=2e-5)
+    with whole(models["relu"], set={"theta": 0.4}) as plain, pytest.raises(AssertionError):
+        np.testing.assert_allclose(found, decode(plain._parts, IDS[:, :1], 30), rtol=0, atol=2e-5)
+
+
+def test_the_plan_holds(models):
+    """The predictors are in the budget; with less than everything the threads do it."""
+    for share, mode in ((100, "resident"), (50, "threads")):
+        settings = PREDICTED | {"vram_budget": budget(models["relu"], share, **PREDICTED)}
+        with Engine.from_pretrained(str(models["relu"]), **settings) as engine:
+            memory = engine.generate(list(PROMPT), max_new_tokens=3).memory
+            assert engine.stats()["host_mode"] == mode
+            assert memory["peak_bytes"] <= memory["budget_bytes"]
+    with whole(models["relu"]) as engine:
+        memory, plan = engine.generate(list(PROMPT), max_new_tokens=3).memory, engine._parts.prepared.memory
+        engine.score(TEXT, check=True)
+        assert engine.stats()["memory"]["peak_bytes"] <= memory["budget_bytes"] and plan.predictors > 0
+        assert abs(memory["plan_bytes"] - memory["peak_bytes"]) <= 0.02 * memory["peak_bytes"]
+
+
+def test_it_is_seen_layer_by_layer_and_not_recorded(models):
+    from dynajax.trace import Recorder
+
+    with whole(models["relu"]) as engine:
+        seen = []
+        engine.observe(lambda layer, hidden, live: seen.append(layer))
+        engine.generate(list(PROMPT), max_new_tokens=2)
+        assert seen[-3:] == [0, 1, 2]
+        engine.observe(None)
+        with pytest.raises(UsageError, match="--host-mode threads"):
+            engine.record(Recorder())
