@@ -8,10 +8,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.bundles import HostStore
 from dynajax.config import ModelSpec
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.observing import Observer, Seen
+from dynajax.quant import values_of
 from predictors.calibration import top_mask
 
 Bools = npt.NDArray[np.bool_]
@@ -36,12 +38,17 @@ class Wanted:
         return top_mask(seen.values * self._norms[seen.layer], self.density)
 
 
+def down_rows(store: HostStore, layer: int) -> npt.NDArray:
+    """A layer's down rows [F, W] as numbers."""
+    return values_of(store.arenas[layer][:, -1, 0])
+
+
 class LiveCheck:
     """Computes a layer's live units once more, without a trace in the counters of what generates."""
 
     def __init__(self, loaded: Loaded, aside: ColdSide, density: float | None):  # aside: with counters of its own
         self._parts = (loaded.programs, loaded.weights, loaded.pool, aside)
-        self._wanted = Wanted(loaded.programs.shapes.spec, density, lambda layer: loaded.store.arenas[layer][:, -1, 0])
+        self._wanted = Wanted(loaded.programs.shapes.spec, density, lambda layer: down_rows(loaded.store, layer))
         self._live: Bools | None = None
         self._observer = self.observer(self._take)
 

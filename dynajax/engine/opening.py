@@ -37,7 +37,7 @@ from dynajax.engine.weights import DenseWeights, load_dense
 from dynajax.errors import UsageError
 from dynajax.memory import PeakMeter
 from dynajax.model_folder import model_folder
-from dynajax.pool import DevicePool
+from dynajax.pool import DevicePool, make_pool
 from dynajax.programs import MixturePrograms
 from dynajax.text import Tokenizer, load_tokenizer
 from dynajax.timeline import Lanes
@@ -292,8 +292,7 @@ def load_parts(
         return lambda layer: progress("load", before + layer + 1, 2 * spec.layers)
 
     weights = load_dense(checkpoint, programs, device, prepared.host_dtype, loaded(0))
-    kind, rows = programs.shapes.pool_type, spec.unit_rows
-    pool = DevicePool(placement.slots, spec.ffn_parts, rows, spec.unit_width, kind, spec.units)
+    pool = make_pool(programs.shapes, placement.slots)
     host = open_pool(host_threads(config), cast("HostDense", config.host_dense))
 
     def placed(layer: int) -> None:

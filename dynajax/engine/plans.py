@@ -22,6 +22,7 @@ from dynajax.policy.costs import CostEstimator, Costs
 from dynajax.policy.guard import Guard
 from dynajax.policy.planner import NeuronPlanner
 from dynajax.programs.bodies import ADMITTED, LIVE
+from dynajax.quant import values_of
 from dynajax.scheduler import Ran, Scheduler, Sizes, Span
 from dynajax.staging import open_staging
 from dynajax.trace import Recorder
@@ -202,7 +203,7 @@ def _load(
         norm = "attention_norm" if spec.shared_norm else "ffn_norm"
         weight = leaf(layer, norm)
         assert weight is not None
-        return source_of_units(spec, loaded.store.arenas[layer], weight, leaf(layer, f"{norm}_bias"))
+        return source_of_units(spec, values_of(loaded.store.arenas[layer]), weight, leaf(layer, f"{norm}_bias"))
 
     def bias(layer: int) -> npt.NDArray | None:
         """What waits in the stream behind this layer's attention for its FFN, and is none of it."""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.budget import table_dtype
 from dynajax.checkpoint import Checkpoint
 from dynajax.programs import MixturePrograms, Programs
 
@@ -72,5 +73,12 @@ def load_dense(
     head = checkpoint.head(dtype)
     assert head is not None, "an untied model has a head"
     return DenseWeights(
-        spec.embed_scale, tuple(layers), norm, send(head), (), tuple(tables(host_dtype)), None, tuple(routing)
+        spec.embed_scale,
+        tuple(layers),
+        norm,
+        send(head),
+        (),
+        tuple(tables(table_dtype(spec, host_dtype))),
+        None,
+        tuple(routing),
     )
