@@ -128,7 +128,7 @@ def values_of(array: npt.NDArray) -> npt.NDArray:
 
 def checked(values: npt.NDArray) -> Floats:
     """As float32. NumericalError: NaN, infinity, or magnitudes beyond float16."""
-    block = values.astype(np.float32)
+    block = values.astype(np.float32, order="C")
     if not np.abs(block).max(initial=0) < LARGEST:  # NaN fails too
         raise NumericalError("a matrix to quantise must be finite and within float16")
     return block
