@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.checkpoint import Checkpoint
+from dynajax.checkpoint.quantised import PackedCheckpoint
 from dynajax.checkpoint.reading import numpy_dtype
 from dynajax.config import ModelSpec
 from dynajax.errors import FitError
@@ -87,7 +88,7 @@ def _arena_of(spec: ModelSpec, dtype: str) -> npt.NDArray:
 
 
 def load_store(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | PackedCheckpoint,
     dtype: str,
     on_layer: Callable[[int], None] | None = None,  # called with each layer's number when it is loaded
 ) -> HostStore:

@@ -101,7 +101,7 @@ class Checkpoint:
         digest = hashlib.sha256(b"dynajax weights 2\n" + identity.encode())
         for shard in self.shards:
             digest.update(shard.header)
-            for block in _samples(shard):
+            for block in _samples(shard.path, len(shard.header), shard.stamp.size):
                 digest.update(block)
         return digest.hexdigest()
 
@@ -156,8 +156,8 @@ class Checkpoint:
         return weights
 
     def fill_bundle(self, layer: int, out: npt.NDArray) -> None:
-        """Write one layer's units into `out` [units, P, W, D], contiguous, packed [units, P, W, groups, n]: gate rows, up
-        rows, down columns of each.
+        """Write one layer's units into `out` [units, P, W, D], contiguous, packed [units, P, W, groups, n]: gate rows,
+        up rows, down columns of each.
 
         A unit is a neuron, W = 1, or an expert, W neurons. With biases the column behind a row holds the neuron's own
         (see `ModelSpec.unit_width`), the rest zeros.
@@ -320,13 +320,20 @@ def _wrong_dtypes(found: dict[str, Stored], wanted: dict[str, tuple[int, ...]]) 
     ]
 
 
-def _samples(shard: Shard) -> list[bytes]:
+def sampled(path: Path, start: int) -> str:
+    """16 hex digits of blocks of a file's data from `start` on, as the fingerprint takes them."""
+    digest = hashlib.sha256()
+    for block in _samples(path, start, path.stat().st_size):
+        digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def _samples(path: Path, start: int, end: int) -> list[bytes]:
     """Evenly spaced blocks of the data, the first and the last included; all of it if there is little."""
-    start, end = len(shard.header), shard.stamp.size
     last = max(start, end - _SAMPLE_BYTES)
     offsets = sorted({start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
     try:
-        with shard.path.open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file:
             return [os.pread(file.fileno(), min(_SAMPLE_BYTES, end - offset), offset) for offset in offsets]
     except OSError as error:
-        raise StorageError(f"cannot read {plain(shard.path.name)}: {error.strerror}") from error
+        raise StorageError(f"cannot read {plain(path.name)}: {error.strerror}") from error

@@ -42,6 +42,16 @@ def numpy_dtype(name: str) -> np.dtype:
     return DTYPES[name]
 
 
+def read_bytes_into(stored: Stored, out: npt.NDArray) -> None:
+    """Fill the contiguous `out`, of the stored type, as it is: of files that this program wrote."""
+    assert out.nbytes == stored.nbytes, (stored.name, out.shape, stored.shape)
+    file = _open_unchanged(stored)
+    try:
+        _read_exactly(file, out, stored, 0)
+    finally:
+        os.close(file)
+
+
 def read_into(stored: Stored, out: npt.NDArray) -> None:
     """Fill `out`, of the stored shape (rows may be strided), rounding to its type."""
     assert out.shape == stored.shape, (stored.name, out.shape, stored.shape)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from dynajax.budget import MemoryPlan
 from dynajax.bundles import HostStore, load_store, one_arena
 from dynajax.checkpoint import Checkpoint
-from dynajax.config import EngineConfig
+from dynajax.checkpoint.quantised import PackedCheckpoint, packed_copy
+from dynajax.config import EngineConfig, is_packed
 from dynajax.config.engine import HostDense
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.loaded import Loaded
@@ -169,7 +170,9 @@ def open_parts(
     checkpoint = Checkpoint.open(folder)
     prepared = prepare(model, config, folder=folder, fingerprint=checkpoint.fingerprint(), progress=progress)
     on_plan(prepared.memory)
-    return load_parts(checkpoint, prepared, config, progress)
+    dtype = prepared.programs.shapes.dtype
+    weights = packed_copy(checkpoint, dtype, progress) if is_packed(dtype) else checkpoint
+    return load_parts(weights, prepared, config, progress)
 
 
 def host_threads(config: EngineConfig) -> int:
@@ -181,7 +184,7 @@ def host_threads(config: EngineConfig) -> int:
 
 
 def load_units(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | PackedCheckpoint,
     prepared: Prepared,
     pool: DevicePool,
     host: HostPool | NumpyPool,
@@ -275,7 +278,7 @@ def halves(
 
 
 def load_parts(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | PackedCheckpoint,
     prepared: Prepared,
     config: EngineConfig,
     progress: Callable[[str, int, int], None],

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dynajax.budget import table_dtype
 from dynajax.checkpoint import Checkpoint
+from dynajax.checkpoint.quantised import PackedCheckpoint
 from dynajax.programs import MixturePrograms, Programs
 
 Leaves = tuple[jax.Array, ...]
@@ -39,7 +40,7 @@ class DenseWeights:
 
 
 def load_dense(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | PackedCheckpoint,
     programs: Programs,
     device: jax.Device,
     host_dtype: str,
