@@ -28,14 +28,15 @@ from hostcompute.library import (
     find_library,
     load_library,
 )
+from hostcompute.packed import GROUP, GROUP_BYTES
 
 TARGET = "dynajax_cold_ffn"
 EXPERTS = "dynajax_cold_experts"
 MATMUL = "dynajax_matmul"
 POOL_FFN = "dynajax_pool_ffn"
 LOWBIT = "dynajax_lowbit"
-GROUP = 32  # columns that share a scale in a packed matrix
 WEIGHT_TYPES = ("float16", "bfloat16", "uint16")  # uint16: the bits of bfloat16
+MATRIX_TYPES = f"{', '.join(WEIGHT_TYPES)}, or packed in uint8 [rows,groups,34 or 18]"
 NOT_ATTACHED, NO_EXPERT = -2, -3
 REBUILD = "it was built for a newer one: run `python setup.py build_ext --inplace --force` in a checkout, or reinstall"
 
@@ -237,15 +238,16 @@ def _check_rows(table: jax.Array, h: jax.Array, active: jax.Array) -> None:
 
 
 def dot_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """The products of x [T,D] float32 with every row of 16-bit weights [O,D] -> [T,O], in float32. For use under `jit`.
+    """The products of x [T,D] float32 with every row of weights [O,D] -> [T,O], in float32. For use under `jit`.
 
-    On the CPU backend only. Equal operands give equal bits, whatever the number of threads. Has no gradient.
+    Weights are of one of MATRIX_TYPES. On the CPU backend only. Equal operands give equal bits, whatever the number of
+    threads. Has no gradient.
     """
     return _matmul(x, weights, sum_rows=False)
 
 
 def sum_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """The rows of 16-bit weights [G,D], summed with the factors x [T,G] float32 -> [T,D]; else as `dot_rows_ffi`.
+    """The rows of weights [G,D], summed with the factors x [T,G] float32 -> [T,D]; else as `dot_rows_ffi`.
 
     Of one or two tokens, a row whose factors are all zero is not read.
     """
@@ -254,9 +256,10 @@ def sum_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _matmul(x: jax.Array, weights: jax.Array, *, sum_rows: bool) -> jax.Array:
     _check_available()
-    if weights.ndim != 2 or weights.dtype.name not in WEIGHT_TYPES:
-        raise ValueError(f"weights must be a matrix of {', '.join(WEIGHT_TYPES)}, got {_text(weights)}")
-    inner, outer = weights.shape if sum_rows else weights.shape[::-1]
+    width = _width(weights)
+    if width is None or weights.dtype == np.float32:
+        raise ValueError(f"weights must be a matrix of {MATRIX_TYPES}, got {_text(weights)}")
+    inner, outer = (weights.shape[0], width) if sum_rows else (width, weights.shape[0])
     if x.ndim != 2 or x.dtype != np.float32 or x.shape[1] != inner:
         raise ValueError(f"x must be float32 [T,{inner}], got {_text(x)}")
     result = jax.ShapeDtypeStruct((x.shape[0], outer), np.float32)
@@ -274,7 +277,7 @@ def pool_ffn_ffi(
 ) -> tuple[jax.Array, jax.Array]:
     """The FFN over all neurons of a pool -> y [T,D] float32, and bool [T,G]: which neurons' activation is not zero.
 
-    h: float32 [T,D]; parts: (gate,) up, down, each [G,D] in float32 or one of WEIGHT_TYPES. admit: bool [T,G]; what is
+    h: float32 [T,D]; parts: (gate,) up, down, each [G,D] in float32 or one of MATRIX_TYPES. admit: bool [T,G]; what is
     not admitted adds nothing, and is not live. Answers, and what `skip_zeros` spares, are those of `HostPool.ffn`; on
     the CPU backend only, for use under `jit`. Equal operands give equal bits where the number of threads is the same.
     """
@@ -285,8 +288,8 @@ def pool_ffn_ffi(
     if len(parts) not in (2, 3) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"parts must be 2 or 3 equal ones, got {', '.join(map(_text, parts))}")
     part = parts[0]
-    if part.ndim != 2 or part.dtype.name not in ("float32", *WEIGHT_TYPES) or part.shape[1] != h.shape[1]:
-        raise ValueError(f"parts must be [G,{h.shape[1]}] of float32, {', '.join(WEIGHT_TYPES)}, got {_text(part)}")
+    if _width(part) != h.shape[1]:
+        raise ValueError(f"parts must be [G,{h.shape[1]}] of float32, {MATRIX_TYPES}, got {_text(part)}")
     marks = (h.shape[0], part.shape[0])
     if admit is not None and (admit.dtype != np.bool_ or admit.shape != marks):
         raise ValueError(f"admit must be bool {list(marks)}, got {_text(admit)}")
@@ -320,6 +323,13 @@ def lowbit_rows_ffi(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int
 def _check_available() -> None:
     if (reason := unavailable()) is not None:
         raise RuntimeError(f"the FFI handler cannot be used: {reason}")
+
+
+def _width(weights: jax.Array) -> int | None:
+    """Values of a row of weights [O,D], or of packed ones [O,groups,bytes]; None where they are no matrix."""
+    if weights.dtype == np.uint8:
+        return weights.shape[1] * GROUP if weights.ndim == 3 and weights.shape[2] in GROUP_BYTES.values() else None
+    return weights.shape[1] if weights.ndim == 2 and weights.dtype.name in ("float32", *WEIGHT_TYPES) else None
 
 
 def _text(array: jax.Array) -> str:

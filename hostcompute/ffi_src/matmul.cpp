@@ -19,20 +19,18 @@ ffi::Error refuse(const std::string& what) { return ffi::Error::InvalidArgument(
 ffi::Error matmul(Rows x, ffi::AnyBuffer weights, ffi::Result<Rows> y, bool sum_rows) {
   const auto compute = library_matmul.load(std::memory_order_relaxed);
   if (compute == nullptr) return ffi::Error::Internal("dynajax_matmul: the library was not attached");
-  const int32_t type = weight_type(weights.element_type());
-  if (type < 1) return refuse("weights must be float16, bfloat16 or its bits as uint16");
-  if (weights.dimensions().size() != 2) return refuse("weights must be a matrix");
-  const int64_t rows = weights.dimensions()[0];
-  const int64_t width = weights.dimensions()[1];
+  Matrix matrix;
+  if (!find_matrix(weights, &matrix) || matrix.type == 0)
+    return refuse(std::string("weights must be a matrix of ") + matrix_types);
   const int64_t tokens = x.dimensions()[0];
-  const int64_t in = sum_rows ? rows : width;
-  const int64_t out = sum_rows ? width : rows;
+  const int64_t in = sum_rows ? matrix.rows : matrix.width;
+  const int64_t out = sum_rows ? matrix.width : matrix.rows;
   if (x.dimensions()[1] != in)
     return refuse("x must be " + std::to_string(in) + " wide, got " + std::to_string(x.dimensions()[1]));
   if (y->dimensions()[0] != tokens || y->dimensions()[1] != out)
     return refuse("y must be [" + std::to_string(tokens) + ", " + std::to_string(out) + "]");
-  const int64_t status = compute(nullptr, x.typed_data(), tokens, weights.untyped_data(), rows, width, type,
-                                 sum_rows ? 1 : 0, y->typed_data());
+  const int64_t status = compute(nullptr, x.typed_data(), tokens, weights.untyped_data(), matrix.rows, matrix.width,
+                                 matrix.type, sum_rows ? 1 : 0, y->typed_data());
   if (status == hc_no_resources) return ffi::Error::Internal("dynajax_matmul: cannot start threads");
   if (status != hc_ok) return ffi::Error::Internal("dynajax_matmul: no memory");
   return ffi::Error::Success();

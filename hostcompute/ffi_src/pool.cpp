@@ -15,21 +15,21 @@ std::atomic<decltype(&hc_ffn)> library_ffn{nullptr};
 
 ffi::Error refuse(const std::string& what) { return ffi::Error::InvalidArgument("dynajax_pool_ffn: " + what); }
 
-// The arena of `parts` equal matrices [G,D]; a reason if they are none, else empty.
+// The arena of `parts` equal matrices of G rows; a reason if they are none, else empty.
 std::string find_arena(const ffi::RemainingArgs& operands, int64_t parts, hc_arena* arena) {
   const char* first = nullptr;
+  Matrix common{};
   for (int64_t p = 0; p < parts; ++p) {
     const ffi::ErrorOr<ffi::AnyBuffer> part = operands.get<ffi::AnyBuffer>(p);
     if (!part.has_value()) return "parts must be arrays";
-    if (part->dimensions().size() != 2) return "parts must be matrices";
-    const int32_t type = weight_type(part->element_type());
-    if (type < 0) return "parts must be float32, float16, bfloat16 or its bits as uint16";
+    Matrix matrix;
+    if (!find_matrix(*part, &matrix)) return std::string("parts must be matrices of float32, ") + matrix_types;
     const char* data = static_cast<const char*>(part->untyped_data());
     if (p == 0) {
-      const int64_t width = part->dimensions()[1];
-      *arena = {data, part->dimensions()[0], parts, 1, width, type, 0, width * (type == 0 ? 4 : 2), {0, 0}};
+      *arena = {data, matrix.rows, parts, 1, matrix.width, matrix.type, 0, matrix.row_bytes, {0, 0}};
       first = data;
-    } else if (part->dimensions()[0] != arena->units || part->dimensions()[1] != arena->width || type != arena->dtype) {
+      common = matrix;
+    } else if (!(matrix == common)) {
       return "parts must be alike";
     } else {
       arena->places[p - 1] = data - first;

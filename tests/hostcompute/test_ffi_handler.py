@@ -248,7 +248,7 @@ def test_a_wrong_operand_is_named_while_tracing(table, case, message, bad):
         ("arenas must have 1 layers, got 0", {"arenas": []}),
         ("units_by_layer must have 1 layers, got 2", {"units_by_layer": [np.zeros(1, np.int32)] * 2}),
         ("units must be int32, got int64", {"units_by_layer": [np.arange(3)]}),
-        ("bundle must be float32, float16 or bfloat16, got int8", {"arenas": [np.zeros((2, 3, 1, 16), np.int8)]}),
+        ("or packed in uint8, got int8", {"arenas": [np.zeros((2, 3, 1, 16), np.int8)]}),
         ("with drelu, got 2", {"arenas": [np.zeros((2, 2, 1, 16), np.float16)], "activation": "drelu"}),
         ("activation must be one of", {"activation": "gelu"}),
         ("threshold must be 0", {"threshold": 1.0}),

@@ -190,7 +190,7 @@ def test_a_wrong_operand_is_named_while_tracing(message, x, weights):
 @pytest.mark.parametrize(
     ("message", "bad"),
     [
-        ("weights must be float16, bfloat16 or its bits", {"weights": np.zeros((3, 4), np.float32)}),
+        ("weights must be a matrix of float16, bfloat16 or its bits", {"weights": np.zeros((3, 4), np.float32)}),
         ("weights must be a matrix", {"weights": np.zeros(12, np.float16)}),
         ("x must be 4 wide, got 3", {"x": np.zeros((2, 3), np.float32)}),
         ("x must be 3 wide, got 4", {"sum_rows": True}),
