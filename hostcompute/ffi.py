@@ -304,9 +304,10 @@ def attend_ffi(
 ) -> jax.Array:
     """softmax(scale q k) v over the keys up to each query's position -> [B,T,N,H'] float32. For use under `jit`.
 
-    q: float32 [B,T,N,H]; k: [B,S,KV,H] and v: [B,S,KV,H'] of one type, float32 or one of WEIGHT_TYPES, key s at position
-    s; positions: int32 [B,T]. A query sees `window` keys up to its own, None: all; zeros where it sees none. What is behind a position is not read. On the CPU backend only. Equal operands give equal bits, whatever
-    the number of threads. Has no gradient.
+    q: float32 [B,T,N,H]; k: [B,S,KV,H] and v: [B,S,KV,H'] of one type, float32 or one of WEIGHT_TYPES, key s at
+    position s; positions: int32 [B,T]. A query sees `window` keys up to its own, None: all; zeros where it sees none.
+    What is behind a position is not read. On the CPU backend only. Equal operands give equal bits, whatever the number
+    of threads. Has no gradient.
     """
     _check_available()
     if q.ndim != 4 or q.dtype != np.float32:
