@@ -15,7 +15,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 STAMP := $(VENV)/.installed-$(or $(VERSION),none)
 SOURCES := pyproject.toml setup.py $(wildcard hostcompute/*src/*.cpp hostcompute/*src/*.h)
 
-.PHONY: demo test lint build clean help
+.PHONY: demo test lint build bench-deps clean help
 .DEFAULT_GOAL := help
 
 demo: build  ## generate text from the shipped model, with a device budget it does not fit
@@ -57,9 +57,17 @@ $(STAMP): $(SOURCES)
 		"without the FFI handler the host's half cannot be called inside a program on the CPU backend"
 	@rm -f $(VENV)/.installed-* && touch $@
 
+bench-deps: build  ## build llama-cpp-python for this machine into .venv, to compare with; 10 minutes or more
+	@command -v $(or $(CXX),c++) >/dev/null || { \
+		echo "error: $(or $(CXX),c++) is not there, llama.cpp is built from source (on Debian: apt install g++)" >&2; exit 2; }
+	@echo "building llama-cpp-python in $(WORKERS) processes, 10 minutes or more"
+	@CMAKE_ARGS=-DGGML_NATIVE=ON CMAKE_BUILD_PARALLEL_LEVEL=$(WORKERS) $(PIP) --no-binary llama-cpp-python 'llama-cpp-python>=0.3' || { \
+		echo "error: llama-cpp-python was not installed: the last lines of pip above say why (no network, no compiler)" >&2; exit 2; }
+	@$(BIN)/python -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__)'
+
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis hostcompute/_native*.so hostcompute/_ffi*.so
 	find dynajax hostcompute predictors scripts tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12

@@ -63,7 +63,7 @@ def linked(hardware: Hardware, times: float):
         staging._MAKERS.update(before)
 
 
-def opened(model: str, share: float, batch: int, ctx: int, wishes: dict[str, str]) -> Parts:
+def opened(model: str, share: float, batch: int, ctx: int, wishes: dict[str, Any]) -> Parts:
     """An engine with that share of the experts on the device, whatever else its policy needs there."""
     settings: dict[str, Any] = {"ctx": ctx, "batch": batch, "staging": "plain", **wishes}
     plan = plan_for(model, EngineConfig(**settings, vram_budget="64GiB"))

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.bandwidth import chunks, last_level_cache_bytes, machine, read_buffer, seconds, summary
+from dynajax.config import GROUP
+from dynajax.quant import BITS
 from hostcompute import HostPool, default_threads, ffi
-from predictors.lowbit import BITS, GROUP, block_scores, lowbit_scores
+from predictors.lowbit import block_scores, lowbit_scores
 
 ROWS, WIDTH = 13824, 5120
 WARM_UP = 3

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dynajax.config import DTYPE_BYTES, ModelSpec
+from dynajax.config import DTYPE_BYTES, ModelSpec, head_dtype, is_packed, stored_bytes, unpacked_dtype
 from dynajax.errors import FitError
 
 GIB = 2**30
@@ -19,11 +19,15 @@ def dense_bytes(spec: ModelSpec, dtype: str) -> int:
 
     An untied embedding table stays on the host, and learned positions with it; a tied one is the head and counts once.
     """
-    count = spec.layers * spec.block_parameters + spec.norm_parameters + spec.hidden * spec.vocab
-    count += spec.cross_parameters
-    count += sum(map(spec.always_parameters, range(spec.layers))) + (spec.position_parameters if spec.tied else 0)
-    wider = DTYPE_BYTES[spec.routing_dtype("router", dtype)] - DTYPE_BYTES[dtype]
-    return count * DTYPE_BYTES[dtype] + len(spec.unit_layers) * spec.router_parameters * wider
+    always = range(spec.layers)
+    count = spec.layers * spec.block_parameters + spec.norm_parameters + spec.cross_parameters
+    count += sum(map(spec.always_parameters, always)) + (spec.position_parameters if spec.tied else 0)
+    matrices = spec.layers * spec.block_matrices + spec.cross_matrices + sum(map(spec.always_matrices, always))
+    rest = unpacked_dtype(dtype)
+    wider = DTYPE_BYTES[spec.routing_dtype("router", rest)] - DTYPE_BYTES[rest]
+    table = stored_bytes(spec.hidden * spec.vocab, head_dtype(dtype, tied=spec.tied))
+    routers = len(spec.unit_layers) * spec.router_parameters * wider
+    return table + stored_bytes(matrices, dtype) + stored_bytes(count - matrices, rest) + routers
 
 
 def kv_bytes(spec: ModelSpec, dtype: str, ctx: int, batch: int) -> int:
@@ -34,7 +38,7 @@ def kv_bytes(spec: ModelSpec, dtype: str, ctx: int, batch: int) -> int:
 
 def unit_bytes(spec: ModelSpec, dtype: str) -> int:
     """One neuron, a row of each part, or one expert with all of its neurons."""
-    return spec.ffn_parts * spec.unit_rows * spec.unit_width * DTYPE_BYTES[dtype]
+    return stored_bytes(spec.ffn_parts * spec.unit_rows * spec.unit_width, dtype)
 
 
 def workspace_bytes(spec: ModelSpec, ctx: int, batch: int, chunk: int) -> int:
@@ -48,8 +52,13 @@ def host_bytes(spec: ModelSpec, host_dtype: str, *, resident: bool = False) -> d
     """What stays in host memory for good: every unit, unless all are on the device, and the tables of an untied
     embedding."""
     arena = 0 if resident else len(spec.unit_layers) * spec.units * unit_bytes(spec, host_dtype)
-    embed = 0 if spec.tied else (spec.vocab * spec.hidden + spec.position_parameters) * DTYPE_BYTES[host_dtype]
-    return {"units": arena, "embed": embed}
+    tables = 0 if spec.tied else spec.vocab * spec.hidden + spec.position_parameters
+    return {"units": arena, "embed": stored_bytes(tables, table_dtype(spec, host_dtype))}
+
+
+def table_dtype(spec: ModelSpec, host_dtype: str) -> str:
+    """The type of tables on the host: beside packed units that of the checkpoint."""
+    return spec.dtype if is_packed(host_dtype) else host_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

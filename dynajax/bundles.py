@@ -1,6 +1,7 @@
 """The host's copy of the FFN weights: one unit-contiguous arena per layer that has units.
 
-[F, P, 1, D] where a unit is a neuron, [E, P, W, D] where it is an expert of W neurons.
+[F, P, 1, D] where a unit is a neuron, [E, P, W, D] where it is an expert of W neurons; of a packed type (`quant`) with
+[groups, n] in the place of D.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.checkpoint import Checkpoint
+from dynajax.checkpoint.quantised import PackedCheckpoint
 from dynajax.checkpoint.reading import numpy_dtype
 from dynajax.config import ModelSpec
 from dynajax.errors import FitError
+from dynajax.quant import stored_as
 
 
 def allocate_arena(shape: tuple[int, ...], dtype: str | npt.DTypeLike) -> npt.NDArray:
@@ -25,7 +28,7 @@ def allocate_arena(shape: tuple[int, ...], dtype: str | npt.DTypeLike) -> npt.ND
 
     Its memory goes back to the system when the last view of it is gone. FitError if there is none.
     """
-    kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    kind = numpy_dtype(dtype) if isinstance(dtype, str) and dtype != "uint8" else np.dtype(dtype)
     nbytes = math.prod(shape) * kind.itemsize
     if nbytes < 1:
         raise ValueError(f"an arena must hold at least one element, got the shape {shape}")
@@ -41,10 +44,10 @@ def allocate_arena(shape: tuple[int, ...], dtype: str | npt.DTypeLike) -> npt.ND
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostStore:
-    """The units of every layer that has any. `arenas[i][unit]` is one unit of layer `spec.unit_layers[i]`, [P, W, D],
-    contiguous. Empty: all on the device."""
+    """The units of every layer that has any. `arenas[i][unit]` is one unit of layer `spec.unit_layers[i]`, [P, W, D] or
+    packed [P, W, groups, n], contiguous. Empty: all on the device."""
 
-    arenas: Sequence[npt.NDArray]  # [units, P, W, D] each
+    arenas: Sequence[npt.NDArray]  # [units, P, W, ...] each
 
     @property
     def dtype(self) -> np.dtype:
@@ -56,14 +59,14 @@ class HostStore:
 
     @property
     def unit_bytes(self) -> int:
-        """What one unit takes: P x W x D elements."""
+        """What one unit takes: P x W rows."""
         return self.arenas[0][0].nbytes
 
     def check(self) -> None:
         """Assert what the gather and the transfer rely on: equal shapes, one type, contiguous and page-aligned."""
         for layer, arena in enumerate(self.arenas):
             first = self.arenas[0]
-            assert arena.ndim == 4, (layer, arena.shape)
+            assert arena.ndim == (5 if arena.dtype == np.uint8 else 4), (layer, arena.shape)
             assert arena.shape == first.shape and arena.dtype == first.dtype, (layer, arena.shape, arena.dtype)
             assert arena.flags.c_contiguous, layer
             assert arena.ctypes.data % mmap.PAGESIZE == 0, layer
@@ -71,23 +74,28 @@ class HostStore:
 
 def one_arena(spec: ModelSpec, dtype: str) -> HostStore:
     """A store whose layers share one arena: each is read, sent to the device and overwritten by the next."""
-    return HostStore((allocate_arena(arena_shape(spec), dtype),) * len(spec.unit_layers))
+    return HostStore((_arena_of(spec, dtype),) * len(spec.unit_layers))
 
 
 def arena_shape(spec: ModelSpec) -> tuple[int, int, int, int]:
-    """[units, P, W, D] of one layer."""
+    """[units, P, W, D] of one layer, in values."""
     return spec.units, spec.ffn_parts, spec.unit_rows, spec.unit_width
 
 
+def _arena_of(spec: ModelSpec, dtype: str) -> npt.NDArray:
+    """An empty arena of one layer."""
+    return allocate_arena(*stored_as(arena_shape(spec), dtype))
+
+
 def load_store(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | PackedCheckpoint,
     dtype: str,
     on_layer: Callable[[int], None] | None = None,  # called with each layer's number when it is loaded
 ) -> HostStore:
     """Read every layer's units from the shards straight into its arena, one layer at a time."""
     arenas = []
     for layer in checkpoint.spec.unit_layers:
-        arena = allocate_arena(arena_shape(checkpoint.spec), dtype)
+        arena = _arena_of(checkpoint.spec, dtype)
         checkpoint.fill_bundle(layer, arena)
         arenas.append(arena)
         if on_layer is not None:

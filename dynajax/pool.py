@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-Parts = tuple[jax.Array, ...]  # P arrays [G*W, D]
+from dynajax.programs import Shapes
+
+Parts = tuple[jax.Array, ...]  # P arrays [G*W, D], or packed [G*W, groups, n]
 
 
 class DevicePool:
@@ -21,11 +23,19 @@ class DevicePool:
     update into a copy of the whole pool.
     """
 
-    def __init__(self, slots: tuple[int, ...], parts: int, width: int, hidden: int, dtype: jnp.dtype, units: int):
+    def __init__(
+        self,
+        slots: tuple[int, ...],  # G of every layer
+        parts: int,
+        width: int,
+        row: tuple[int, ...],  # shape of a row: (D,), packed (groups, n)
+        dtype: jnp.dtype,
+        units: int,
+    ):
         self.lock = threading.Lock()
         self.epoch = 0  # how often it was cleared
         self._units = units
-        self._shapes = [((count * width, hidden), dtype, parts if count else 0) for count in slots]
+        self._shapes = [((count * width, *row), dtype, parts if count else 0) for count in slots]
         self._buckets = [np.full(count, -1, np.int32) for count in slots]
         self._cold: list[npt.NDArray[np.int32] | None] = [None] * len(slots)
         self._parts: list[Parts] = []
@@ -127,3 +137,9 @@ class DevicePool:
             assert len(bucket) == 0 or bucket.max() < self._units, f"layer {layer}: a unit id out of range"
             assert len(np.unique(bucket)) == len(bucket), f"layer {layer}: a unit sits in two slots"
             assert not any(part.is_deleted() for part in self._parts[layer]), f"layer {layer}: parts were donated away"
+
+
+def make_pool(shapes: Shapes, slots: tuple[int, ...]) -> DevicePool:
+    """An empty pool of an engine's units, G slots in every layer."""
+    spec = shapes.spec
+    return DevicePool(slots, spec.ffn_parts, spec.unit_rows, shapes.rows_shape(), shapes.pool_type, spec.units)

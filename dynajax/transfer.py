@@ -32,8 +32,8 @@ class Gatherer(Protocol):
 class Block:
     """Units on their way: the staging slot that holds them, and the same on the device."""
 
-    staging: np.ndarray  # [count, P, W, D], the first of which are filled
-    rows: np.ndarray | jax.Array  # [n, P, W, D]
+    staging: np.ndarray  # [count, P, W, ...], the first of which are filled
+    rows: np.ndarray | jax.Array  # [n, P, W, ...]
     gather_s: float
     transfer_s: float
 
@@ -193,12 +193,12 @@ class UnitTransfer:
         staging: Staging | None = None,  # None: programs read the store itself
     ):
         self._store, self._programs, self._staging = store, programs, staging
-        _, self._parts, self._width, hidden = store.arenas[0].shape
-        self.rows = piece_rows(self._width, hidden * store.dtype.itemsize)
+        _, self._parts, self._width, *row = store.arenas[0].shape
+        self.rows = piece_rows(self._width, store.arenas[0][0, 0, 0].nbytes)
         self._busy: deque[jax.Array] = deque()
         self._ring: deque[np.ndarray] = deque()
         if staging is not None and staging.copies:
-            self._ring.extend(allocate_arena((self.rows, hidden), store.dtype) for _ in range(RING))
+            self._ring.extend(allocate_arena((self.rows, *row), store.dtype) for _ in range(RING))
             staging.register(self._ring)
 
     def bring(self, pool: DevicePool, arena: int, unit: int, layer: int, slot: int) -> Moved:

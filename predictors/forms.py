@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from dynajax.config import Activation, ModelSpec, NormKind
-from predictors.lowbit import BITS, GROUP, lowbit_bytes
+from dynajax.config import GROUP, Activation, ModelSpec, NormKind
+from dynajax.quant import BITS
+from predictors.lowbit import lowbit_bytes
 
 Kind = Literal["gate", "mlp"]
 Reads = Literal["stream", "normed"]

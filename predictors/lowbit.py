@@ -16,14 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from dynajax.errors import NumericalError
+from dynajax.config import GROUP
+from dynajax.quant import Grouped, check_bits, checked, dequantise_groups, quantise_groups, wide_scales
 from hostcompute import ffi
 
-GROUP = 32
-BITS = (1, 2, 4, 8)
 BLOCK_BYTES = 2 * 2**20  # unpacked at once by `block_scores`
 _QUANTISE_ROWS = 512
-_TINY = np.float32(2.0**-24)  # the smallest float16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,11 +36,6 @@ class LowBit:
     @property
     def bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
-
-
-def check_bits(bits: int) -> None:
-    if bits not in BITS:
-        raise ValueError(f"bits must be 1, 2, 4 or 8, got {bits}")
 
 
 def lowbit_bytes(rows: int, columns: int, bits: int) -> int:
@@ -63,58 +56,19 @@ def quantise(matrix: npt.NDArray, bits: int) -> LowBit:
     scales = np.empty((rows, groups), np.float16)
     sizes = np.minimum(GROUP, columns - GROUP * np.arange(groups)).astype(np.float32)  # the last one may be short
     for at in range(0, rows, _QUANTISE_ROWS):
-        part = matrix[at : at + _QUANTISE_ROWS].astype(np.float32)
-        if not np.abs(part).max(initial=0) < 60_000:  # NaN fails too
-            raise NumericalError("a matrix to quantise must be finite and within float16")
+        part = checked(matrix[at : at + _QUANTISE_ROWS])
         block = np.pad(part, ((0, 0), (0, groups * GROUP - columns))).reshape(len(part), groups, GROUP)
-        scales[at : at + len(part)] = _scales(block, sizes, bits)
-        # Rounded scales first, codes for them after: tiny ones lose bits.
-        packed = _codes(block, scales[at : at + len(part)].astype(np.float32), bits).reshape(
-            len(part), groups, 8 // bits, 4 * bits
-        )
-        shifts = (np.arange(8 // bits, dtype=np.uint8) * bits)[None, None, :, None]
-        codes[at : at + len(part)] = np.bitwise_or.reduce(packed << shifts, axis=2).reshape(len(part), -1)
+        coded = quantise_groups(block, bits, wide_scales(block, sizes, bits))
+        codes[at : at + len(part)] = coded.codes.reshape(len(part), -1)
+        scales[at : at + len(part)] = coded.scales
     return LowBit(codes, scales, bits, columns)
 
 
-def _scales(block: npt.NDArray[np.float32], sizes: npt.NDArray[np.float32], bits: int) -> npt.NDArray[np.float32]:
-    """One a group: 1 bit from the mean; 2 bits by least squares, since the largest of few levels must not be the
-    maximum; 4 and 8 bits so that the outermost level is the maximum."""
-    magnitude = np.abs(block)
-    half = np.float32((2**bits - 1) / 2)
-    if bits > 2:
-        return magnitude.max(axis=2) / half
-    mean = magnitude.sum(axis=2) / sizes
-    if bits == 1:
-        return 2 * mean
-    scale = np.float32(1.25) * mean  # the best of a Gaussian
-    for _ in range(2):
-        level = np.where(magnitude > scale[:, :, None], np.float32(1.5), np.float32(0.5))
-        counted = np.arange(GROUP, dtype=np.float32)[None, :] < sizes[:, None]  # [groups, GROUP]
-        level = level * counted[None]
-        scale = (magnitude * level).sum(axis=2) / np.maximum((level * level).sum(axis=2), _TINY)
-    return scale
-
-
-def _codes(block: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], bits: int) -> npt.NDArray[np.uint8]:
-    if bits == 1:
-        return (block >= 0).astype(np.uint8)
-    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
-    half = np.float32((2**bits - 1) / 2)
-    return np.clip(np.rint(block * inverse[:, :, None] + half), 0, 2**bits - 1).astype(np.uint8)
-
-
 def dequantise(packed: LowBit) -> npt.NDArray[np.float32]:
-    """The matrix [F, D] that the copy stands for, one element's bits after the other: what the products must use."""
-    bits, (rows, groups) = packed.bits, packed.scales.shape
-    count = 4 * bits  # bytes a group
-    out = np.empty((rows, groups, GROUP), np.float32)
-    codes = packed.codes.reshape(rows, groups, count)
-    for element in range(GROUP):
-        shift = bits * (element // count)
-        code = (codes[:, :, element % count] >> shift) & (2**bits - 1)
-        out[:, :, element] = (code - np.float32((2**bits - 1) / 2)) * packed.scales.astype(np.float32)
-    return out.reshape(rows, groups * GROUP)[:, : packed.columns]
+    """The matrix [F, D] that the copy stands for: what the products must use."""
+    rows, groups = packed.scales.shape
+    grouped = Grouped(packed.codes.reshape(rows, groups, 4 * packed.bits), packed.scales)
+    return dequantise_groups(grouped, packed.bits).reshape(rows, groups * GROUP)[:, : packed.columns]
 
 
 def lowbit_scores_reference(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

@@ -97,8 +97,8 @@ CHOICES = {
     "cache": ("auto", "decayed", "dali", "lru", "lfu", "ema", "static"),
     "prefetch": ("auto", "corrected", "residual", "residual-mean", "gate", "count", "none"),
     "staging": ("auto", "pinned_host", "registered", "plain"),
-    "dtype": ("auto", "float32", "float16", "bfloat16"),
-    "host_dtype": ("auto", "float32", "float16", "bfloat16"),
+    "dtype": ("auto", "float32", "float16", "bfloat16", "int8", "int4"),
+    "host_dtype": ("auto", "float32", "float16", "bfloat16", "int8", "int4"),
     "host_dense": ("own", "onednn", "blas"),
     "host_mode": ("auto", "threads", "callback", "ffi"),
 }

@@ -62,7 +62,7 @@ TABLE = {
     "model_folder": row("checkpoint convert config"),
     "bundles": row("config quant checkpoint", "numpy ml_dtypes orbax safetensors gguf"),
     "memory": row("", "jax"),
-    "programs": row("ops models config predictors", "jax flax numpy"),
+    "programs": row("ops models config predictors quant", "jax flax numpy"),
     "text": row("config checkpoint vocabulary", "numpy tokenizers"),
     "vocabulary": row("config checkpoint", "numpy tokenizers"),
     "chat": row("config checkpoint text", "jinja2"),

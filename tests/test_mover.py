@@ -38,7 +38,7 @@ def store():
 
 @pytest.fixture
 def pool():
-    return DevicePool((SLOTS,), PARTS, WIDTH, HIDDEN, jnp.dtype("float32"), EXPERTS)
+    return DevicePool((SLOTS,), PARTS, WIDTH, (HIDDEN,), jnp.dtype("float32"), EXPERTS)
 
 
 def held(pool, slot):

@@ -14,7 +14,7 @@ UNITS, HIDDEN = 9, 4
 
 
 def pool_of(*slots, width=1, dtype="float32"):
-    return DevicePool(slots, 3, width, HIDDEN, jnp.dtype(dtype), UNITS)
+    return DevicePool(slots, 3, width, (HIDDEN,), jnp.dtype(dtype), UNITS)
 
 
 def rows_of(units, width=1):

@@ -34,7 +34,7 @@ def pool_for(slots, dtype="float32", units=UNITS, hidden=HIDDEN):
     """A pool and the programs that write it."""
     spec = replace(SHAPES.spec, hidden=hidden, ffn=units)
     programs = Programs(Shapes(spec=spec, dtype=dtype, ctx=8, batch=1))
-    return DevicePool(tuple(slots), 3, 1, hidden, programs.shapes.pool_type, units), programs
+    return DevicePool(tuple(slots), 3, 1, (hidden,), programs.shapes.pool_type, units), programs
 
 
 def assert_filled(pool, store, buckets):
@@ -93,7 +93,7 @@ def test_units_of_every_shape_arrive(name):
     programs = Programs(Shapes(spec=spec, dtype="float32", ctx=8, batch=1))
     arena = allocate_arena((UNITS, spec.ffn_parts, 1, spec.unit_width), "float32")
     arena[:] = np.random.default_rng(0).standard_normal(arena.shape)
-    pool = DevicePool((9,), spec.ffn_parts, 1, spec.unit_width, programs.shapes.pool_type, UNITS)
+    pool = DevicePool((9,), spec.ffn_parts, 1, (spec.unit_width,), programs.shapes.pool_type, UNITS)
     bucket = np.random.default_rng(3).permutation(UNITS)[:9].astype(np.int32)
     fill_pool(Transfer(HostStore([arena]), pool, programs, NumpyPool(1), 4), pool, Placement((bucket,), UNITS))
     assert len(pool.parts(0)) == spec.ffn_parts

@@ -16,12 +16,21 @@ import numpy.typing as npt
 
 from dynajax.checkpoint import mapping
 from dynajax.checkpoint.gguf_file import read_gguf
-from dynajax.checkpoint.reading import READABLE, STORED_DTYPES, numpy_dtype, read_into, read_transposed_into
+from dynajax.checkpoint.reading import (
+    READABLE,
+    STORED_DTYPES,
+    numpy_dtype,
+    pack_columns_into,
+    pack_rows_into,
+    read_into,
+    read_transposed_into,
+)
 from dynajax.checkpoint.shards import INDEX, Shard, Stored, find_shards, read_shard
 from dynajax.checkpoint.spec import GGUF, read_spec, spec_of
 from dynajax.checkpoint.wording import SHOWN, listing, located, plain, quoted
 from dynajax.config import ModelSpec
 from dynajax.errors import ModelError, StorageError
+from dynajax.quant import GROUP, bits_of, held_as, pack_into, packed_rows, packed_shape, stored_as
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +43,8 @@ _NOT_IDENTITY = ("max_positions", "dtype", "bos_id", "eos_ids")  # change what i
 class Checkpoint:
     """One validated model folder or .gguf file: names and offsets; every read allocates or fills what it returns.
 
+    Of the packed types matrices are packed while they are read, and what is no matrix comes as float32 (see
+    `quant.held_as`).
     Reads raise NumericalError for NaN, infinity or float16 overflow, and ModelError if a shard changed
     since `open`.
     """
@@ -90,7 +101,7 @@ class Checkpoint:
         digest = hashlib.sha256(b"dynajax weights 2\n" + identity.encode())
         for shard in self.shards:
             digest.update(shard.header)
-            for block in _samples(shard):
+            for block in _samples(shard.path, len(shard.header), shard.stamp.size):
                 digest.update(block)
         return digest.hexdigest()
 
@@ -137,26 +148,32 @@ class Checkpoint:
         for name, part in mapping.routing_parts(self.spec, layer).items():
             if name == "down":
                 stored = self._stored(part, layer)
-                weights[name] = np.empty(stored.shape[::-1], numpy_dtype(dtype))
-                read_transposed_into(stored, weights[name])
+                shape, kind = stored_as(stored.shape[::-1], dtype)
+                weights[name] = np.empty(shape, kind if kind == "uint8" else numpy_dtype(kind))
+                _fill(stored, weights[name], turned=True)
             else:
-                weights[name] = self._read(part, self.spec.routing_dtype(name, dtype), layer)
+                weights[name] = self._read(part, self.spec.routing_dtype(name, dtype), layer, called=name)
         return weights
 
     def fill_bundle(self, layer: int, out: npt.NDArray) -> None:
-        """Write one layer's units into `out` [units, P, W, D], contiguous: gate rows, up rows, down columns of each.
+        """Write one layer's units into `out` [units, P, W, D], contiguous, packed [units, P, W, groups, n]: gate rows,
+        up rows, down columns of each.
 
         A unit is a neuron, W = 1, or an expert, W neurons. With biases the column behind a row holds the neuron's own
         (see `ModelSpec.unit_width`), the rest zeros.
         """
         spec = self.spec
         shape = (spec.units, spec.ffn_parts, spec.unit_rows, spec.unit_width)
-        if out.shape != shape:
-            raise ValueError(f"out must have the shape {shape}, got {out.shape}")
-        if out.dtype not in STORED_DTYPES.values():
-            raise ValueError(f"out must be float32, float16 or bfloat16, got {out.dtype}")
+        if out.dtype != np.uint8 and out.dtype not in STORED_DTYPES.values():
+            raise ValueError(f"out must be float32, float16, bfloat16 or packed, got {out.dtype}")
+        wanted = packed_shape(shape, bits_of(out)) if out.dtype == np.uint8 else shape
+        if out.shape != wanted:
+            raise ValueError(f"out must have the shape {wanted}, got {out.shape}")
         if spec.experts is not None:
             self._fill_experts(layer, out)
+            return
+        if out.dtype == np.uint8:
+            self._fill_packed(layer, out)
             return
         out[..., spec.hidden :] = 0
         for index, part in enumerate(mapping.unit_parts(spec)):
@@ -168,6 +185,17 @@ class Checkpoint:
                 if spec.ffn_bias:
                     read_into(self._stored(f"{part}_bias", layer), out[:, index, 0, spec.hidden])
 
+    def _fill_packed(self, layer: int, out: npt.NDArray[np.uint8]) -> None:
+        """`fill_bundle` of packed neurons. A bias has a group to itself, so that it is as exact as its scale."""
+        spec, bits = self.spec, bits_of(out)
+        for index, part in enumerate(mapping.unit_parts(spec)):
+            _fill(self._stored(part, layer), out[:, index, 0], turned=part == "down")
+            if spec.ffn_bias:
+                behind = np.zeros((len(out), spec.unit_width - spec.hidden), np.float32)
+                if part != "down":
+                    read_into(self._stored(f"{part}_bias", layer), behind[:, 0])
+                pack_into(behind, packed_rows(out[:, index, 0]), bits, spec.hidden // GROUP)
+
     def _fill_experts(self, layer: int, out: npt.NDArray) -> None:
         """One expert after the other, straight from its tensors or from its share of a layer's."""
         if layer not in self.spec.unit_layers:
@@ -175,7 +203,7 @@ class Checkpoint:
         for expert, unit in enumerate(out):
             for part, rows in zip(mapping.unit_parts(self.spec), unit, strict=True):
                 stored = self._expert(part, layer, expert)
-                (read_transposed_into if part == "down" else read_into)(stored, rows)
+                _fill(stored, rows, turned=part == "down")
 
     def _expert(self, part: str, layer: int, expert: int) -> Stored:
         """Where an expert's gate or up [W, D] or down [D, W] lies."""
@@ -191,11 +219,21 @@ class Checkpoint:
             raise ValueError(f"layer must be from 0 to {self.spec.layers - 1}, got {layer}")
         return self.tensors[part, layer]
 
-    def _read(self, part: str, dtype: str, layer: int | None = None) -> npt.NDArray:
+    def _read(self, part: str, dtype: str, layer: int | None = None, called: str | None = None) -> npt.NDArray:
+        """called: the name in its block, where that is another."""
         stored = self._stored(part, layer)
-        out = np.empty(stored.shape, numpy_dtype(dtype))
-        read_into(stored, out)
+        shape, kind = held_as(called or part, stored.shape, dtype, tied=self.spec.tied)
+        out = np.empty(shape, kind if kind == "uint8" else numpy_dtype(kind))
+        _fill(stored, out)
         return out
+
+
+def _fill(stored: Stored, out: npt.NDArray, *, turned: bool = False) -> None:
+    """Read a tensor into `out`, packing it if that is packed; turned: its columns become rows."""
+    if out.dtype != np.uint8:
+        (read_transposed_into if turned else read_into)(stored, out)
+        return
+    (pack_columns_into if turned else pack_rows_into)(stored, packed_rows(out), bits_of(out))
 
 
 def _identity(record: Any) -> dict[str, Any]:
@@ -282,13 +320,20 @@ def _wrong_dtypes(found: dict[str, Stored], wanted: dict[str, tuple[int, ...]]) 
     ]
 
 
-def _samples(shard: Shard) -> list[bytes]:
+def sampled(path: Path, start: int) -> str:
+    """16 hex digits of blocks of a file's data from `start` on, as the fingerprint takes them."""
+    digest = hashlib.sha256()
+    for block in _samples(path, start, path.stat().st_size):
+        digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def _samples(path: Path, start: int, end: int) -> list[bytes]:
     """Evenly spaced blocks of the data, the first and the last included; all of it if there is little."""
-    start, end = len(shard.header), shard.stamp.size
     last = max(start, end - _SAMPLE_BYTES)
     offsets = sorted({start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
     try:
-        with shard.path.open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file:
             return [os.pread(file.fileno(), min(_SAMPLE_BYTES, end - offset), offset) for offset in offsets]
     except OSError as error:
-        raise StorageError(f"cannot read {plain(shard.path.name)}: {error.strerror}") from error
+        raise StorageError(f"cannot read {plain(path.name)}: {error.strerror}") from error

@@ -31,6 +31,11 @@ def predictors_folder(fingerprint: str) -> Path:
     return cache_folder() / "predictors" / fingerprint[:16]
 
 
+def quantised_file(fingerprint: str, dtype: str) -> Path:
+    """Where the packed copy of the model with these weights belongs; need not exist."""
+    return cache_folder() / "quantised" / f"{fingerprint[:16]}-{dtype}.safetensors"
+
+
 def converted_folder(source: Path) -> Path:
     """Where the converted weights of the folder `source` belong; need not exist.
 

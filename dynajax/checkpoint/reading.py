@@ -18,6 +18,7 @@ import numpy.typing as npt
 from dynajax.checkpoint.shards import Stamp, Stored
 from dynajax.checkpoint.wording import plain
 from dynajax.errors import ModelError, NumericalError, StorageError
+from dynajax.quant import BLOCK_VALUES, GROUP, pack_into
 
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -31,6 +32,7 @@ FLOAT16_MAX = 65504.0
 
 _BLOCK_BYTES = 2**21  # stays in the second- or third-level cache
 _TILE = (64, 256)  # rows x columns of a transposed tile: fastest of those tried, 16 and 32 bit
+_PACKED_TILE = 8 * GROUP  # stored rows, which become groups of columns, that are packed at a time
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -38,6 +40,16 @@ def numpy_dtype(name: str) -> np.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
+
+
+def read_bytes_into(stored: Stored, out: npt.NDArray) -> None:
+    """Fill the contiguous `out`, of the stored type, as it is: of files that this program wrote."""
+    assert out.nbytes == stored.nbytes, (stored.name, out.shape, stored.shape)
+    file = _open_unchanged(stored)
+    try:
+        _read_exactly(file, out, stored, 0)
+    finally:
+        os.close(file)
 
 
 def read_into(stored: Stored, out: npt.NDArray) -> None:
@@ -65,6 +77,24 @@ def read_transposed_into(stored: Stored, out: npt.NDArray) -> None:
         for column in range(0, stored.shape[1], tile_columns):
             tile = converted[: len(block), column : column + tile_columns]
             out[column : column + tile_columns, first : first + len(block)] = tile.T
+
+
+def pack_rows_into(stored: Stored, out: npt.NDArray[np.uint8], bits: int) -> None:
+    """Fill the first groups of packed rows `out` [rows, bytes] (rows may be strided) from a stored [rows, D]."""
+    first = 0
+    for block in read_blocks(stored, "float32"):
+        pack_into(block, out[first : first + len(block)], bits)
+        first += len(block)
+
+
+def pack_columns_into(stored: Stored, out: npt.NDArray[np.uint8], bits: int) -> None:
+    """The same from a stored [D, rows]: its columns become rows."""
+    assert stored.rotary_heads is None, stored.name
+    tile = min(_PACKED_TILE, max(GROUP, BLOCK_VALUES // stored.shape[1] // GROUP * GROUP))
+    kept = np.empty((tile, stored.shape[1]), np.float32)
+    for first, block in _blocks(stored, stored.shape, tile, kept.dtype):
+        np.copyto(kept[: len(block)], block, casting="unsafe")
+        pack_into(kept[: len(block)].T, out, bits, first // GROUP)
 
 
 def read_blocks(stored: Stored, dtype: str) -> Iterator[npt.NDArray]:

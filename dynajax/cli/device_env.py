@@ -1,20 +1,61 @@
-"""XLA's memory pool on a GPU, sized from the budget. Must run before jax starts its backend."""
+"""What jax is told by environment: XLA's memory pool on a GPU, sized from the budget, and where compiled programs are
+kept. Must run before jax starts its backend."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import subprocess
+from pathlib import Path
 
+from dynajax.checkpoint.places import cache_folder
 from dynajax.config import parse_budget
+from dynajax.errors import StorageError
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 OWN_CHOICE = (FRACTION, PREALLOCATE, "XLA_PYTHON_CLIENT_ALLOCATOR")  # set by the user: leave everything alone
 SURPLUS, CONTEXT, MOST = 0.03, 0.01, 0.98  # shares of the device
 QUERY = ("nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits")
+KEPT = "JAX_COMPILATION_CACHE_DIR"
+KEEPING = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # ours take 0.1 s each, and there are dozens
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),  # bytes; then those go that were used last the longest ago
+}
 
 
 def configure(vram_budget: str | int | float) -> None:
+    """Before a command makes an engine."""
+    keep_programs()
+    size_pool(vram_budget)
+
+
+def keep_programs() -> None:
+    """Compiled programs are kept between runs, in a folder for each kind of CPU: what is compiled for one may hold
+    instructions that another lacks. A user's own JAX_COMPILATION_CACHE_DIR is left alone."""
+    if KEPT in os.environ:
+        return
+    try:
+        os.environ[KEPT] = str(cache_folder() / "programs" / _cpu_kind())
+    except StorageError:  # no home: compiled each time
+        return
+    for name, value in KEEPING.items():
+        os.environ.setdefault(name, value)
+
+
+def _cpu_kind() -> str:
+    """A hash of the instructions that this CPU has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return hashlib.sha256(f"{platform.machine()} {flags}".encode()).hexdigest()[:16]
+
+
+def size_pool(vram_budget: str | int | float) -> None:
     """Tell XLA how much of the GPU to take at its start; does nothing without a GPU, or on the user's word.
 
     For `auto` and shares that is what is free, of which the engine takes its share, less what CUDA itself needs;

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from dynajax.config import DTypeName, EngineConfig, HostMode, PolicyName, Sparsity, StagingName
+from dynajax.config import EngineConfig, HostMode, PolicyName, Sparsity, StagingName, WeightDType
 from dynajax.config.engine import AssignName, CacheName, HostDense, PrefetchName
 
 DEFAULT_MODEL = "tiny-relullama"
@@ -19,7 +19,7 @@ def _one_of(*names: str) -> str:
     return "|".join(names)
 
 
-DTYPES = _one_of("auto", *get_args(DTypeName))
+DTYPES = _one_of("auto", *get_args(WeightDType))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

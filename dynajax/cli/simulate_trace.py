@@ -107,8 +107,7 @@ def config_of(engine: EngineFlags, allowed: Sequence[str] = ()) -> EngineConfig:
         raise UsageError(f"{names} changes nothing that is simulated: leave it out")
     if wrong := [word for word in engine.set or () if _name(word) in UNSIMULATED]:
         raise UsageError(f"--set {wrong[0]} changes nothing that is simulated: leave it out")
-    known = {name: "auto" for name in ("dtype", "host_dtype") if getattr(engine, name) == "int4"}  # of the engine not
-    return replace(engine, policy="auto", **known).config()
+    return replace(engine, policy="auto").config()
 
 
 def _name(setting: str) -> str:

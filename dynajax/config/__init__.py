@@ -4,6 +4,18 @@ from dynajax.config.checks import (
     check_number,
     check_share,
 )
+from dynajax.config.dtypes import (
+    DTYPE_BYTES,
+    GROUP,
+    PACKED_BITS,
+    DTypeName,
+    WeightDType,
+    group_bytes,
+    head_dtype,
+    is_packed,
+    stored_bytes,
+    unpacked_dtype,
+)
 from dynajax.config.engine import (
     EngineConfig,
     HostMode,
@@ -20,10 +32,8 @@ from dynajax.config.experts import (
     RouterSpec,
 )
 from dynajax.config.model import (
-    DTYPE_BYTES,
     Activation,
     ActivationKind,
-    DTypeName,
     Layout,
     ModelSpec,
     NormKind,
@@ -38,6 +48,8 @@ from dynajax.config.policy import (
 
 __all__ = [
     "DTYPE_BYTES",
+    "GROUP",
+    "PACKED_BITS",
     "Activation",
     "ActivationKind",
     "DTypeName",
@@ -57,9 +69,15 @@ __all__ = [
     "RouterSpec",
     "Sparsity",
     "StagingName",
+    "WeightDType",
     "check_number",
     "check_share",
+    "group_bytes",
+    "head_dtype",
+    "is_packed",
     "parse_budget",
     "policy_from_settings",
     "policy_from_values",
+    "stored_bytes",
+    "unpacked_dtype",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dynajax.config.checks import check_number
-from dynajax.config.model import DTypeName
+from dynajax.config.dtypes import WeightDType
 from dynajax.config.policy import PolicyConfig, policy_from_settings, policy_from_values
 from dynajax.errors import UsageError
 
@@ -79,8 +79,8 @@ class EngineConfig:
             "assign": get_args(AssignName),
             "cache": get_args(CacheName),
             "prefetch": get_args(PrefetchName),
-            "dtype": ("auto", *get_args(DTypeName)),
-            "host_dtype": ("auto", *get_args(DTypeName)),
+            "dtype": ("auto", *get_args(WeightDType)),
+            "host_dtype": ("auto", *get_args(WeightDType)),
             "host_mode": get_args(HostMode),
             "host_dense": get_args(HostDense),
             "staging": get_args(StagingName),

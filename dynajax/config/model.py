@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dynajax.config.dtypes import DTypeName
 from dynajax.config.experts import EncoderSpec, ExpertSpec, LatentSpec
 
 ActivationKind = Literal["relu", "fatrelu", "silu", "drelu"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 NormKind = Literal["rms", "layer"]
 Layout = Literal["llama", "opt", "falcon", "mixtral", "qwen_moe", "deepseek", "granitemoe", "switch"]
-DTypeName = Literal["float32", "float16", "bfloat16"]
 
 BIAS_COLUMNS = 32  # a whole cache line of any type, so that rows stay aligned
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +182,23 @@ class ModelSpec:
         return count + 2 * self.head_dim * self.qk_norm + (q_dim + kv_dim) * self.qk_norm_whole
 
     @property
+    def block_matrices(self) -> int:
+        """Of `block_parameters` those in matrices that a packed type packs: not those that heads own one by one."""
+        if self.latent is None:
+            return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        down = self.hidden * (self.latent.kv_rank + self.latent.rotary + self.heads * self.latent.value)
+        queries = self.heads * self.head_dim
+        rank = self.latent.q_rank
+        return down + (self.hidden * queries if rank is None else rank * (self.hidden + queries))
+
+    @property
+    def row_widths(self) -> frozenset[int]:
+        """Columns of every matrix that a packed type packs."""
+        out = self.heads * (self.head_dim if self.latent is None else self.latent.value)
+        inner = () if self.latent is None or self.latent.q_rank is None else (self.latent.q_rank,)
+        return frozenset({self.hidden, out, *inner})
+
+    @property
     def relative_parameters(self) -> int:
         """Numbers of a layer's relative positions; every layer of a stack has the same."""
         return 0 if self.encoder is None else self.encoder.buckets * self.heads
@@ -194,6 +210,15 @@ class ModelSpec:
             return 0
         width = 2 * self.head_dim * (self.heads + self.kv_heads)
         return len(self.stepped) * (self.hidden * width + self.norm_parameters) + self.norm_parameters
+
+    @property
+    def cross_matrices(self) -> int:
+        """Of `cross_parameters` those in matrices."""
+        return (
+            0
+            if self.encoder is None
+            else len(self.stepped) * 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        )
 
     def _latent_parameters(self, latent: LatentSpec) -> int:
         """Parameters of one layer's attention with latents."""
@@ -208,10 +233,14 @@ class ModelSpec:
         """Parameters of one layer that a mixture of experts has on the device besides `block_parameters`."""
         if self.experts is None:
             return 0
-        count = self.ffn_parts * self.hidden * self.always_width(layer)
+        count = self.always_matrices(layer)
         if layer not in self.experts.layers:
             return count
         return count + self.router_parameters + self.hidden * (self.experts.shared == "gated")
+
+    def always_matrices(self, layer: int) -> int:
+        """Of `always_parameters` those in the matrices of an FFN."""
+        return 0 if self.experts is None else self.ffn_parts * self.hidden * self.always_width(layer)
 
     @property
     def router_parameters(self) -> int:

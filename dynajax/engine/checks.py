@@ -12,6 +12,7 @@ from dynajax.config import ModelSpec
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.observing import Observer, Seen
+from dynajax.quant import values_of
 from predictors.calibration import top_mask
 
 Bools = npt.NDArray[np.bool_]
@@ -41,7 +42,9 @@ class LiveCheck:
 
     def __init__(self, loaded: Loaded, aside: ColdSide, density: float | None):  # aside: with counters of its own
         self._parts = (loaded.programs, loaded.weights, loaded.pool, aside)
-        self._wanted = Wanted(loaded.programs.shapes.spec, density, lambda layer: loaded.units(layer)[:, -1, 0])
+        self._wanted = Wanted(
+            loaded.programs.shapes.spec, density, lambda layer: values_of(loaded.units(layer)[:, -1, 0])
+        )
         self._live: Bools | None = None
         self._observer = self.observer(self._take)
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from dynajax.budget import MemoryPlan
 from dynajax.bundles import HostStore, load_store, one_arena
 from dynajax.checkpoint import Checkpoint
-from dynajax.config import EngineConfig
+from dynajax.checkpoint.quantised import PackedCheckpoint, packed_copy
+from dynajax.config import EngineConfig, is_packed
 from dynajax.config.engine import HostDense
 from dynajax.engine.checks import LiveCheck
 from dynajax.engine.cold import ColdSide
@@ -42,7 +43,7 @@ from dynajax.engine.weights import DenseWeights, load_dense
 from dynajax.errors import UsageError
 from dynajax.memory import PeakMeter
 from dynajax.model_folder import model_folder
-from dynajax.pool import DevicePool
+from dynajax.pool import DevicePool, make_pool
 from dynajax.programs import MixturePrograms
 from dynajax.text import Tokenizer, load_tokenizer
 from dynajax.timeline import Lanes
@@ -190,7 +191,9 @@ def open_parts(
     checkpoint = Checkpoint.open(folder)
     prepared = prepare(model, config, folder=folder, fingerprint=checkpoint.fingerprint(), progress=progress)
     on_plan(prepared.memory)
-    return load_parts(checkpoint, prepared, config, progress)
+    dtype = prepared.programs.shapes.dtype
+    weights = packed_copy(checkpoint, dtype, progress) if is_packed(dtype) else checkpoint
+    return load_parts(weights, prepared, config, progress)
 
 
 def host_threads(config: EngineConfig) -> int:
@@ -202,7 +205,7 @@ def host_threads(config: EngineConfig) -> int:
 
 
 def load_units(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | PackedCheckpoint,
     prepared: Prepared,
     pool: DevicePool,
     host: HostPool | NumpyPool,
@@ -305,7 +308,7 @@ def halves(
 
 
 def load_parts(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | PackedCheckpoint,
     prepared: Prepared,
     config: EngineConfig,
     progress: Callable[[str, int, int], None],
@@ -322,8 +325,7 @@ def load_parts(
         return lambda layer: progress("load", before + layer + 1, 2 * spec.layers)
 
     weights = load_dense(checkpoint, programs, device, prepared.host_dtype, loaded(0))
-    kind, rows = programs.shapes.pool_type, spec.unit_rows
-    pool = DevicePool(placement.slots, spec.ffn_parts, rows, spec.unit_width, kind, spec.units)
+    pool = make_pool(programs.shapes, placement.slots)
     host = open_pool(host_threads(config), cast("HostDense", config.host_dense))
 
     def placed(layer: int) -> None:

@@ -16,7 +16,7 @@ from dynajax import budget
 from dynajax.budget import MemoryPlan
 from dynajax.checkpoint import Checkpoint, Statistics, read_contributions, read_spec, read_stats, stats_path
 from dynajax.checkpoint.generation import GENERATION_NAME, read_generation_config
-from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec
+from dynajax.config import DTYPE_BYTES, GROUP, EngineConfig, ModelSpec, is_packed
 from dynajax.engine.hosts import Host, offload_mode
 from dynajax.engine.layout import Layout, fixed_bytes, try_layout
 from dynajax.engine.mixture.planning import host_extra, predictor_bytes, with_buffers
@@ -84,10 +84,16 @@ def prepare(
     spec = read_spec(folder)
     device = device or jax.local_devices()[0]
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
+    kv_dtype = resolve_kv_dtype(dtype, device.platform)
     ctx = resolve_ctx(config, spec)
     strategy = resolve_any(config, spec, folder, fingerprint, device.platform)
     shapes = Shapes(
-        spec=spec, dtype=dtype, ctx=round_ctx(ctx), batch=config.batch, skip_zeros=strategy.sparsity != "dense"
+        spec=spec,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        ctx=round_ctx(ctx),
+        batch=config.batch,
+        skip_zeros=strategy.sparsity != "dense",
     )
     if strategy.moves and config.staging != "auto":
         probe = np.zeros((1, 16), np.float32)
@@ -293,25 +299,43 @@ def resolve_dtypes(config: EngineConfig, spec: ModelSpec, platform: str) -> tupl
     without the host's kernels, or where host memory is to have a type that fills no other pool."""
     dtype = config.dtype
     if dtype == "auto":
-        dtype = spec.dtype
-        if platform == "cpu" and DTYPE_BYTES[dtype] == 2 and (reason := ffi.unavailable()) is not None:
+        dtype = config.host_dtype if is_packed(config.host_dtype) else spec.dtype
+        if platform == "cpu" and dtype != "float32" and (reason := ffi.unavailable()) is not None:
             log.warning("weights become float32, the kernels for %s are missing: %s", dtype, reason)
             dtype = "float32"
         elif platform == "cpu" and config.host_dtype not in ("auto", dtype):
             dtype = "float32"
-    elif platform == "cpu" and DTYPE_BYTES[dtype] == 2 and (reason := ffi.unavailable()) is not None:
+    elif platform == "cpu" and dtype != "float32" and (reason := ffi.unavailable()) is not None:
         log.warning(
             "--dtype %s is many times slower than float32 here, the kernels for it are missing: %s", dtype, reason
         )
     host_dtype = config.host_dtype
     if host_dtype == "auto":
         host_dtype = spec.dtype if dtype == "float32" else dtype
-    if host_dtype != dtype and not (dtype == "float32" and DTYPE_BYTES[host_dtype] == 2):
+    if host_dtype != dtype and not (dtype == "float32" and DTYPE_BYTES.get(host_dtype) == 2):
         raise UsageError(
             f"--host-dtype {host_dtype} cannot fill a {dtype} pool: the two must be equal, "
             "or the host 16-bit and the device float32"
         )
+    check_packable(config, spec, dtype)
     return dtype, host_dtype
+
+
+def check_packable(config: EngineConfig, spec: ModelSpec, dtype: str) -> None:
+    """UsageError if matrices of this model, or for this host, cannot be packed."""
+    if not is_packed(dtype):
+        return
+    if odd := sorted(width for width in {*spec.row_widths, spec.unit_width} if width % GROUP):
+        raise UsageError(f"--dtype {dtype} needs rows of a multiple of {GROUP}, this model has some of {odd[0]}")
+    if config.host_dense != "own":
+        raise UsageError(f"--host-dense {config.host_dense} multiplies no {dtype} weights: use own")
+
+
+def resolve_kv_dtype(dtype: str, platform: str) -> str:
+    """The type of keys and values: the weights', beside packed ones float16, on the CPU backend float32."""
+    if not is_packed(dtype):
+        return dtype
+    return "float32" if platform == "cpu" else "float16"
 
 
 def resolve_ctx(config: EngineConfig, spec: ModelSpec) -> int:

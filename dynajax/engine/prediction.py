@@ -15,10 +15,11 @@ from dynajax.checkpoint.places import predictors_folder
 from dynajax.config import ModelSpec, PolicyConfig
 from dynajax.errors import MismatchError, UsageError
 from dynajax.programs import Programs, Scoring
+from dynajax.quant import BITS
 from predictors.folder import DTYPES, MANIFEST_NAME, Manifest, matching_manifest, read_entries
 from predictors.forms import Entry, Form, Shape, form_bytes
 from predictors.gate import GateSource, copies, gate_params
-from predictors.lowbit import BITS, LowBit, lowbit_bytes
+from predictors.lowbit import LowBit, lowbit_bytes
 from predictors.untrained import calibration
 
 SILU_DENSITY = 0.5  # of neurons computed where none is exactly zero

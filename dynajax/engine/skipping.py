@@ -21,6 +21,7 @@ from dynajax.engine.stepper import OnPart, Piece
 from dynajax.engine.threads import ThreadsRunner
 from dynajax.programs import bucket_of
 from dynajax.programs.bodies import Told
+from dynajax.quant import values_of
 from dynajax.timeline import Lanes
 from predictors.gate import GateSource
 
@@ -123,7 +124,7 @@ def predictors_of(
         norm = "attention_norm" if spec.shared_norm else "ffn_norm"
         weight = leaf(layer, norm)
         assert weight is not None
-        return source_of_units(spec, loaded.units(layer), weight, leaf(layer, f"{norm}_bias"))
+        return source_of_units(spec, values_of(loaded.units(layer)), weight, leaf(layer, f"{norm}_bias"))
 
     def bias(layer: int) -> npt.NDArray | None:
         """What waits in the stream behind this layer's attention for its FFN, and is none of it."""

@@ -15,11 +15,11 @@ class DeviceState:
 
     def __init__(self, shapes: Shapes):
         spec = shapes.spec
-        self.ks: list[jax.Array] = [jnp.zeros(shapes.k_shape, shapes.weight_type) for _ in spec.stepped]
-        self.vs: list[jax.Array] = [jnp.zeros(shapes.v_shape, shapes.weight_type) for _ in spec.stepped]
+        self.ks: list[jax.Array] = [jnp.zeros(shapes.k_shape, shapes.kv_type) for _ in spec.stepped]
+        self.vs: list[jax.Array] = [jnp.zeros(shapes.v_shape, shapes.kv_type) for _ in spec.stepped]
         seen = () if spec.encoder is None else spec.stepped
-        self.seen_ks: list[jax.Array] = [jnp.zeros(shapes.k_shape, shapes.weight_type) for _ in seen]
-        self.seen_vs: list[jax.Array] = [jnp.zeros(shapes.v_shape, shapes.weight_type) for _ in seen]
+        self.seen_ks: list[jax.Array] = [jnp.zeros(shapes.k_shape, shapes.kv_type) for _ in seen]
+        self.seen_vs: list[jax.Array] = [jnp.zeros(shapes.v_shape, shapes.kv_type) for _ in seen]
         self.lengths = np.zeros(shapes.batch, np.int32)  # of what an encoder read, by row
         self.xs = jnp.zeros((shapes.ctx, spec.hidden), jnp.float32)
         self.tally = jnp.zeros((spec.layers,), jnp.int32)

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.budget import table_dtype
 from dynajax.checkpoint import Checkpoint
+from dynajax.checkpoint.quantised import PackedCheckpoint
 from dynajax.programs import MixturePrograms, Programs
 
 Leaves = tuple[jax.Array, ...]
@@ -38,7 +40,7 @@ class DenseWeights:
 
 
 def load_dense(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | PackedCheckpoint,
     programs: Programs,
     device: jax.Device,
     host_dtype: str,
@@ -72,5 +74,12 @@ def load_dense(
     head = checkpoint.head(dtype)
     assert head is not None, "an untied model has a head"
     return DenseWeights(
-        spec.embed_scale, tuple(layers), norm, send(head), (), tuple(tables(host_dtype)), None, tuple(routing)
+        spec.embed_scale,
+        tuple(layers),
+        norm,
+        send(head),
+        (),
+        tuple(tables(table_dtype(spec, host_dtype))),
+        None,
+        tuple(routing),
     )

@@ -14,7 +14,7 @@ from flax import nnx
 from dynajax.config import ModelSpec
 from dynajax.ops.attention import attention, cached_attention
 from dynajax.ops.ffn import combine
-from dynajax.ops.linear import contract, layer_norm, rms_norm
+from dynajax.ops.linear import as_weights, contract, layer_norm, rms_norm
 from dynajax.ops.rotary import rotate
 from dynajax.ops.routing import all_experts, first_come, route, router_logits, spread
 
@@ -24,8 +24,9 @@ Weight = nnx.Param | jax.Array
 def embed(
     spec: ModelSpec, table: jax.Array, learned: jax.Array | None, tokens: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Rows of table [V,D] for tokens [...], plus the learned positions [P,D] where the model has them; float32."""
-    x = scaled(table[tokens].astype(jnp.float32), spec.embed_scale)
+    """Rows of table [V,D], which may be packed, for tokens [...], plus the learned positions [P,D] where the model has
+    them; float32."""
+    x = scaled(as_weights(table[tokens]).astype(jnp.float32), spec.embed_scale)
     return x if learned is None else x + learned[positions].astype(jnp.float32)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dynajax.config import Activation
-from dynajax.ops.ffn import combine, pool_ffn_reference
+from dynajax.ops.ffn import as_stored, combine, pool_ffn_reference
 from dynajax.ops.linear import contract
 
 
@@ -89,9 +89,10 @@ def routed_experts(
 
 @jax.named_scope("write_rows")
 def write_rows(part: jax.Array, rows: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """part [G * W, D], donated by the caller, with rows [r, D] in the host's type at `start`, and a small fence.
+    """part [G * W, D], donated by the caller, with rows [r, D] in the host's type at `start`, and a small fence; packed
+    ones have an axis more.
 
     The fence becomes ready together with the part and is never donated; see `ops.ffn.write_slots`.
     """
-    new = jax.lax.bitcast_convert_type(rows, jnp.uint16) if part.dtype == jnp.uint16 else rows.astype(part.dtype)
-    return jax.lax.dynamic_update_slice(part, new, (start, jnp.zeros((), jnp.int32))), start + jnp.int32(0)
+    new = as_stored(rows, part.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(part, new, start, axis=0), start + jnp.int32(0)

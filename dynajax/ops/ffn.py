@@ -103,6 +103,13 @@ def pool_ffn_products(
     return contract("TG,GD->TD", values, down), live
 
 
+def as_stored(rows: jax.Array, kind: jnp.dtype) -> jax.Array:
+    """Rows of the host's type in that of a pool; of bfloat16 and of packed ones the same bytes."""
+    if (rows.dtype == jnp.uint8) != (kind == jnp.uint8):
+        raise ValueError(f"packed rows fill packed pools and others do not, got {rows.dtype} for a pool of {kind}")
+    return jax.lax.bitcast_convert_type(rows, jnp.uint16) if kind == jnp.uint16 else rows.astype(kind)
+
+
 def write_slots_reference(parts, rows, slots):
     """What `write_slots` must do, one unit at a time, for parts in the type of `rows` (W = 1)."""
     for index, slot in enumerate(slots):
@@ -112,8 +119,8 @@ def write_slots_reference(parts, rows, slots):
 
 @jax.named_scope("write_slots")
 def write_slots(
-    parts: tuple[jax.Array, ...],  # P arrays [G*W, D], donated by the caller
-    rows: jax.Array,  # [n, P, W, D] in the host's type
+    parts: tuple[jax.Array, ...],  # P arrays [G*W, D], or packed ones [G*W, groups, n]; donated by the caller
+    rows: jax.Array,  # [n, P, W, D] in the host's type; packed [n, P, W, groups, n]
     slots: jax.Array,  # [n] int32, distinct
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """The parts with units `rows` written into `slots`, converted to the pool's type, and a small fence.
@@ -121,11 +128,10 @@ def write_slots(
     The fence becomes ready together with the parts and is never donated: whoever filled the memory behind
     `rows` waits for it before using that memory again.
     """
-    count, _, width, hidden = rows.shape
+    count, _, width, *row = rows.shape
     where = (slots[:, None] * width + jnp.arange(width, dtype=jnp.int32)[None, :]).reshape(count * width)
     written = []
     for p, part in enumerate(parts):
-        new = rows[:, p].reshape(count * width, hidden)
-        new = jax.lax.bitcast_convert_type(new, jnp.uint16) if part.dtype == jnp.uint16 else new.astype(part.dtype)
+        new = as_stored(rows[:, p].reshape(count * width, *row), part.dtype)
         written.append(part.at[where].set(new, unique_indices=True))
     return tuple(written), slots[:1]

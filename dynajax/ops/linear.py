@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from dynajax.ops.packed import packed_dot, packed_sum, unpacked
 from hostcompute import ffi
 
 
 def as_weights(part: jax.Array) -> jax.Array:
-    """An array as numbers: uint16 holds the bits of bfloat16, which jax 0.10 cannot update in place on CPU."""
+    """An array as numbers: uint16 holds the bits of bfloat16, which jax 0.10 cannot update in place on CPU, and uint8 a
+    packed matrix with one axis more."""
+    if part.dtype == jnp.uint8:
+        return unpacked(part)
     return jax.lax.bitcast_convert_type(part, jnp.bfloat16) if part.dtype == jnp.uint16 else part
 
 
 def contract(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """einsum with weights `b`, float or the bits of bfloat16 as uint16; accumulated and returned in float32.
+    """einsum with weights `b`, float, the bits of bfloat16 as uint16, or packed; accumulated and returned in float32.
 
     float32 weights ask for full precision: on GPUs the default would be TF32, and placement could
     then change an answer by more than summation order. 16-bit weights round `a` to their type on a GPU. On the CPU
     backend, whose own 16-bit products are slow, they do not: the host's kernels read a matrix as it is, and what is
-    no matrix becomes float32 first. Gradients are those of `contract_reference`.
+    no matrix becomes float32 first. Gradients are those of `contract_reference`. Packed weights round nothing; they are
+    matrices that the last axis of `a` meets, and have no gradient.
     """
+    if b.dtype == jnp.uint8:
+        return _contract_packed(subscripts, a, b)
     return contract_reference(subscripts, a, b) if b.dtype == jnp.float32 else _contract_narrow(subscripts, a, b)
 
 
@@ -46,15 +54,34 @@ def _contract_jvp(subscripts: str, primals: tuple, tangents: tuple) -> tuple[jax
 
 
 def _contract_on_cpu(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    inputs, out = subscripts.split("->")
-    left, right = inputs.split(",")
-    if len(right) != 2 or left[:-1] != out[:-1] or {left[-1], out[-1]} != set(right):
+    by_rows = _meets_rows(subscripts)
+    if by_rows is None:
         return contract_reference(subscripts, a, as_weights(b).astype(jnp.float32))
     if ffi.unavailable() is not None:
         return contract_reference(subscripts, a, b)
-    product, width = (ffi.dot_rows_ffi, b.shape[0]) if right[1] == left[-1] else (ffi.sum_rows_ffi, b.shape[1])
-    rows = a.astype(jnp.float32).reshape(math.prod(a.shape[:-1]), a.shape[-1])
-    return product(rows, b).reshape(*a.shape[:-1], width)
+    return _by_rows(ffi.dot_rows_ffi if by_rows else ffi.sum_rows_ffi, a, b)
+
+
+def _contract_packed(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    by_rows = _meets_rows(subscripts)
+    if by_rows is None:
+        raise ValueError(f"packed weights must be a matrix that the last axis of `a` meets, got {subscripts}")
+    return _by_rows(packed_dot if by_rows else packed_sum, a, b)
+
+
+def _meets_rows(subscripts: str) -> bool | None:
+    """How the last axis of `a` meets the matrix `b`: every row of it (True) or every column; None if neither."""
+    inputs, out = subscripts.split("->")
+    left, right = inputs.split(",")
+    if len(right) != 2 or left[:-1] != out[:-1] or {left[-1], out[-1]} != set(right):
+        return None
+    return right[1] == left[-1]
+
+
+def _by_rows(product: Callable[[jax.Array, jax.Array], jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product of float32 rows [T, ...] with `a`, whatever axes it has before the last."""
+    found = product(a.astype(jnp.float32).reshape(math.prod(a.shape[:-1]), a.shape[-1]), b)
+    return found.reshape(*a.shape[:-1], found.shape[1])
 
 
 def rms_norm(

@@ -128,7 +128,7 @@ def gather_bps(host: Host, store: HostStore, pace: Pace) -> float:
 def _cold_side(host: Host, store: HostStore) -> ColdSide:
     """The engine's, of a model that has nothing on the device."""
     units, parts, width, hidden = store.arenas[0].shape
-    pool = DevicePool((0,) * len(store.arenas), parts, width, hidden, jnp.dtype("float32"), units)
+    pool = DevicePool((0,) * len(store.arenas), parts, width, (hidden,), jnp.dtype("float32"), units)
     return ColdSide(store, pool, host, Activation(kind="relu"), skip_zeros=True)
 
 

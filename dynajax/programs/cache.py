@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dynajax.config import is_packed
 from dynajax.models.decoder import AnyAttention, attention_block
 from dynajax.ops.ffn import write_slots
 from dynajax.programs import bodies
 from dynajax.programs.shapes import Shapes
+from dynajax.quant import held_as
 from predictors.forms import Form, Shape, param_shapes
 
 MAX_PROGRAMS = 60
@@ -62,12 +64,12 @@ class Programs:
         self._graphdef, state = nnx.split(nnx.eval_shape(self._block_of))
         self.leaf_names = tuple(sorted(nnx.to_pure_dict(state)))
         leaves, self._tree = jax.tree.flatten(state)
-        self._leaves = tuple(shape_of(leaf.shape, leaf.dtype) for leaf in leaves)
-        self._kv = tuple(shape_of(dims, shapes.dtype) for dims in (shapes.k_shape, shapes.v_shape))
-        self._table = shape_of((spec.vocab, spec.hidden), shapes.dtype)
-        learned = () if not spec.learned_positions else (shape_of((spec.max_positions, spec.hidden), shapes.dtype),)
+        self._leaves = self._held(self.leaf_names, leaves)
+        self._kv = tuple(shape_of(dims, shapes.kv_type) for dims in (shapes.k_shape, shapes.v_shape))
+        self._table = self._held_as("head", (spec.vocab, spec.hidden))
+        learned = (self._held_as("positions", (spec.max_positions, spec.hidden)),) if spec.learned_positions else ()
         self._tables = (self._table, *learned)
-        self._norm = (shape_of((spec.hidden,), shapes.dtype),) * (2 if spec.norm == "layer" else 1)
+        self._norm = (self._held_as("norm", (spec.hidden,)),) * (2 if spec.norm == "layer" else 1)
         self._xs = shape_of((shapes.ctx, spec.hidden))
         self._rows = shape_of((shapes.batch, spec.hidden))
         self._wide_rows = shape_of((shapes.batch, spec.unit_width))
@@ -78,6 +80,19 @@ class Programs:
     def _block_of(self) -> AnyAttention:
         """The block of attention of every layer, or of those that decode."""
         return attention_block(self.shapes.spec, nnx.Rngs(0), self.shapes.weight_type)
+
+    def _held_as(self, name: str, dims: Sequence[int]) -> jax.ShapeDtypeStruct:
+        """Of a weight on the device."""
+        shapes = self.shapes
+        return shape_of(*held_as(name, tuple(dims), shapes.dtype, tied=shapes.spec.tied))
+
+    def _held(self, names: Sequence[str], leaves: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of the parameters of a block: packed matrices have other shapes than the module says, the rest its own."""
+        packed = is_packed(self.shapes.dtype)
+        return tuple(
+            self._held_as(name, leaf.shape) if packed else shape_of(leaf.shape, leaf.dtype)
+            for name, leaf in zip(names, leaves, strict=True)
+        )
 
     def names_of(self, layer: int) -> tuple[str, ...]:
         """The parameters of a layer's block of attention, in the order of its leaves."""
@@ -179,7 +194,7 @@ class Programs:
 
     def write(self, slots: int, count: int, host_dtype: str) -> jax.stages.Lowered:
         spec = self.shapes.spec
-        rows = shape_of((count, spec.ffn_parts, 1, spec.unit_width), host_dtype)
+        rows = shape_of(self.shapes.rows_shape(count, spec.ffn_parts, 1), host_dtype)
         return jax.jit(write_slots, donate_argnums=0).lower(self._parts(slots), rows, shape_of((count,), "int32"))
 
     def token_rows(self, prefix: int, *slots: int) -> jax.stages.Lowered:
@@ -249,7 +264,7 @@ class Programs:
 
     def _parts(self, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         spec = self.shapes.spec
-        part = shape_of((slots * spec.unit_rows, spec.unit_width), self.shapes.pool_type)
+        part = shape_of(self.shapes.rows_shape(slots * spec.unit_rows), self.shapes.pool_type)
         return (part,) * spec.ffn_parts if slots else ()
 
     def _merge(self, leaves) -> AnyAttention:

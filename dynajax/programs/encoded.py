@@ -26,7 +26,7 @@ class EncodedPrograms(MixturePrograms):
         graphdef, state = nnx.split(nnx.eval_shape(lambda: EncoderBlock(spec, nnx.Rngs(0), dtype)))
         self._encoder_names = tuple(sorted(nnx.to_pure_dict(state)))
         leaves, tree = jax.tree.flatten(state)
-        self._encoder_leaves = tuple(shape_of(leaf.shape, leaf.dtype) for leaf in leaves)
+        self._encoder_leaves = self._held(self._encoder_names, leaves)
         self._encoder_block = lambda given: nnx.merge(graphdef, jax.tree.unflatten(tree, given))
         lengths = shape_of((shapes.batch,), "int32")
         self._source = (*self._kv, lengths)

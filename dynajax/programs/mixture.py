@@ -35,7 +35,7 @@ class MixturePrograms(Programs):
         graphdef, state = nnx.split(nnx.eval_shape(lambda: RoutingBlock(spec, nnx.Rngs(0), dtype, layer)))
         leaves, tree = jax.tree.flatten(state)
         names = tuple(sorted(nnx.to_pure_dict(state)))
-        return graphdef, tree, tuple(shape_of(leaf.shape, leaf.dtype.name) for leaf in leaves), names
+        return graphdef, tree, self._held(names, leaves), names
 
     def _block(self, kind: str, leaves) -> RoutingBlock:
         graphdef, tree, _, _ = self._routing[kind]
@@ -88,9 +88,9 @@ class MixturePrograms(Programs):
         return jax.jit(run).lower(*args, shape_of((hidden, rank)))
 
     def write_rows(self, slots: int, rows: int, host_dtype: str) -> jax.stages.Lowered:
-        spec = self.shapes.spec
-        part = shape_of((slots * spec.unit_rows, spec.hidden), self.shapes.pool_type.name)
-        return jax.jit(write_rows, donate_argnums=0).lower(part, shape_of((rows, spec.hidden), host_dtype), INT)
+        shapes = self.shapes
+        part = shape_of(shapes.rows_shape(slots * shapes.spec.unit_rows), shapes.pool_type)
+        return jax.jit(write_rows, donate_argnums=0).lower(part, shape_of(shapes.rows_shape(rows), host_dtype), INT)
 
     def token_rows(self, prefix: int, *slots: int) -> jax.stages.Lowered:
         spec = self.shapes.spec

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from dynajax.config import ModelSpec
+from dynajax.config import GROUP, ModelSpec, is_packed, unpacked_dtype
+from dynajax.quant import stored_as
 
 PREFIX_STEP = 256
 CHUNKS = (8, 32, 128)
@@ -19,6 +20,7 @@ class Shapes:
 
     spec: ModelSpec
     dtype: str  # device type of the weights
+    kv_dtype: str | None = None  # of keys and values; None: as the weights
     ctx: int  # KV rows of a sequence, a multiple of the smallest chunk
     batch: int  # sequences decoded together
     skip_zeros: bool = True  # a neuron whose activation is zero need not be computed further
@@ -26,15 +28,26 @@ class Shapes:
     def __post_init__(self) -> None:
         if self.ctx < 1 or self.ctx % CHUNKS[0]:
             raise ValueError(f"ctx must be a positive multiple of {CHUNKS[0]}, got {self.ctx}")
+        if self.kv_dtype is None and is_packed(self.dtype):
+            raise ValueError(f"kv_dtype must be given beside weights in {self.dtype}")
 
     @property
     def weight_type(self) -> jnp.dtype:
-        return jnp.dtype(self.dtype)
+        """Of what is not packed."""
+        return jnp.dtype(unpacked_dtype(self.dtype))
+
+    @property
+    def kv_type(self) -> jnp.dtype:
+        return jnp.dtype(self.kv_dtype or self.dtype)
 
     @property
     def pool_type(self) -> jnp.dtype:
         """bfloat16 pools are uint16: a bfloat16 donated update rewrites the whole pool on jax 0.10."""
-        return jnp.dtype("uint16") if self.dtype == "bfloat16" else jnp.dtype(self.dtype)
+        return jnp.dtype("uint16") if self.dtype == "bfloat16" else jnp.dtype(stored_as((GROUP,), self.dtype)[1])
+
+    def rows_shape(self, *counts: int) -> tuple[int, ...]:
+        """Of rows of units, as pool and host hold them: [..., W], packed [..., groups, n]."""
+        return stored_as((*counts, self.spec.unit_width), self.dtype)[0]
 
     @property
     def chunks(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dynajax.config import ActivationKind, ModelSpec, NeuronPolicy, PolicyConfig
+from dynajax.config import DTYPE_BYTES, ActivationKind, ModelSpec, NeuronPolicy, PolicyConfig
 from dynajax.errors import UsageError
 from dynajax.plan import Placement
 from dynajax.policy.guard import LOSS
@@ -77,7 +77,12 @@ class Running:
 
     @property
     def weights(self) -> Weights:
-        return Weights(spec=self.spec, dtype=self.dtype, host_dtype=self.host_dtype, kv_dtype=self.dtype)
+        return Weights(
+            spec=self.spec,
+            dtype=self.dtype,
+            host_dtype=self.host_dtype,
+            kv_dtype=self.dtype if self.dtype in DTYPE_BYTES else "float16",
+        )
 
     @property
     def load(self) -> Load:

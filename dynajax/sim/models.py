@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dynajax.budget import dense_bytes, kv_bytes, unit_bytes
-from dynajax.config import DTYPE_BYTES, Activation, ModelSpec
+from dynajax.config import DTYPE_BYTES, GROUP, PACKED_BITS, Activation, ModelSpec, group_bytes
 from dynajax.errors import UsageError
 from dynajax.policy.placement import staged_units
 from dynajax.sim.records import Load
 
-# A weight, in bytes; int4 in groups of 32 with a 16-bit scale.
-WEIGHT_BYTES: Mapping[str, float] = {**DTYPE_BYTES, "int4": 4.5 / 8}
+# A weight, in bytes; those of few bits in groups with a 16-bit scale.
+WEIGHT_BYTES: Mapping[str, float] = {
+    **DTYPE_BYTES,
+    **{name: group_bytes(bits) / GROUP for name, bits in PACKED_BITS.items()},
+}
 _RELU, _FATRELU = Activation(kind="relu"), Activation(kind="fatrelu", threshold=0.01)
 
 

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from dynajax.cli import device_env
-from dynajax.errors import UsageError
+from dynajax.errors import StorageError, UsageError
 
 FAKE = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/calls"
@@ -23,7 +23,7 @@ def nvidia_smi(tmp_path, monkeypatch, bare_environment):
         return tmp_path / "calls"
 
     yield install
-    for name in device_env.OWN_CHOICE:
+    for name in (*device_env.OWN_CHOICE, *device_env.KEEPING):
         os.environ.pop(name, None)
 
 
@@ -112,3 +112,34 @@ def test_the_first_visible_device_is_the_one_asked(nvidia_smi, monkeypatch):
 def test_a_malformed_budget_is_a_usage_error(nvidia_smi):
     with pytest.raises(UsageError, match="has no unit"):
         device_env.configure("8")
+
+
+def test_programs_are_kept_in_the_cache_by_kind_of_cpu(bare_environment, monkeypatch, tmp_path):
+    monkeypatch.setenv("DYNAJAX_CACHE", str(tmp_path))
+    for name in (device_env.KEPT, *device_env.KEEPING):  # so that they are undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    device_env.keep_programs()
+    folder = os.environ[device_env.KEPT]
+    assert (
+        folder.startswith(f"{tmp_path}/programs/") and os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] == "-1"
+    )
+    monkeypatch.setattr(device_env.Path, "read_text", lambda *_, **__: "flags : sse2 avx9\n")
+    monkeypatch.delenv(device_env.KEPT)
+    device_env.keep_programs()
+    assert os.environ[device_env.KEPT] != folder
+
+
+def test_the_users_own_place_for_programs_is_left_alone(bare_environment, monkeypatch):
+    monkeypatch.setenv(device_env.KEPT, "/elsewhere")
+    device_env.keep_programs()
+    assert os.environ[device_env.KEPT] == "/elsewhere" and not set(device_env.KEEPING) & set(os.environ)
+
+
+def test_without_a_home_nothing_is_kept(bare_environment, monkeypatch):
+    def no_home():
+        raise StorageError("no home")
+
+    monkeypatch.setattr(device_env, "cache_folder", no_home)
+    device_env.keep_programs()
+    assert device_env.KEPT not in os.environ

@@ -16,7 +16,7 @@ from tests.convert.torch_files import MARK, Raw, number, pickled, save, save_zip
 
 DRAWN = ("--trace", "synthetic:tiny-moe", "--hardware", "dali-pc")
 NEURONS = ("--trace", "synthetic:relullama-7b", "--hardware", "pc-low")
-SHIPPED = ("--trace", "recorded:tiny-moe-draft", "--hardware", "dali-pc")
+SHIPPED = ("--trace", "recorded:tiny-moe", "--hardware", "dali-pc")
 BUDGET = ("--vram-budget", "13MiB", "--ctx", "128")  # half of the experts at batch 1, none to spare at 8
 WIDE = ("--vram-budget", "20MiB", "--ctx", "128")
 LAYERS, UNITS, TOP_K = 6, 16, 4  # of tiny-moe

@@ -25,11 +25,16 @@ SIZES = {"num_hidden_layers": LAYERS}
 FFN_NAMES = {"opt": "ffn_dim", "falcon": "ffn_hidden_size"}  # 320: half of the units is more than any temporary
 SHARES = {"none": None, "half": 50, "everything": 100}  # of the units, on the device
 MODES = ("llama", "opt", "bamboo", "falcon-40b")  # one of each residual layout, and dReLU
-WIDELY = (*MODES, "opt-bare", "turbosparse", "falcon-7b", "minicpm", "qwen3")  # the others differ in what is not placed
+WIDELY = ("llama", "opt", "bamboo")  # the others differ in what is not placed
 BUDGETS = [
     pytest.param(family, share, marks=[] if share == "half" or family in WIDELY else [pytest.mark.slow])
     for family in FAMILIES
     for share in SHARES
+]
+HOST_MODES = [
+    pytest.param(family, mode, marks=[] if mode != "callback" or family == "opt" else [pytest.mark.slow])
+    for family in MODES
+    for mode in ("threads", "callback", "ffi")
 ]
 
 
@@ -109,8 +114,7 @@ def test_logits_of_every_family_at_every_budget(folder_of, expected_of, family, 
                 assert_close(logits_at(parts, position), expected_of(family)[position])
 
 
-@pytest.mark.parametrize("mode", ["threads", "callback", "ffi"])
-@pytest.mark.parametrize("family", MODES)
+@pytest.mark.parametrize(("family", "mode"), HOST_MODES)
 def test_every_host_mode(folder_of, expected_of, family, mode):
     for sparsity in ("exact",) if mode == "callback" else ("dense", "exact"):  # whose programs are not shared
         with opened(folder_of(family), "half", host_mode=mode, sparsity=sparsity) as parts:

@@ -36,7 +36,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+SLOW = ("auto-batch", "threads")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(config, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, config in CONFIGS.items()],
+)
 def test_peak_stays_within_budget_and_near_the_plan(models, config):
     whole = plan(models["relu"], **config)
     for share in (0, 50, 100):

@@ -23,7 +23,7 @@ from dynajax.policy.expert_costs import ExpertCostEstimator
 from dynajax.policy.experts.config import expert_config
 from dynajax.policy.experts.planner import ExpertPlanner
 from dynajax.policy.guard import Guard
-from dynajax.pool import DevicePool
+from dynajax.pool import DevicePool, make_pool
 from dynajax.staging import Staging, open_staging
 from dynajax.transfer import UnitTransfer, fill_units
 
@@ -88,7 +88,7 @@ class Mixture:
 def probe_piece(store: HostStore) -> npt.NDArray:
     """A block as large as what is sent at a time."""
     rows = min(store.arenas[0].shape[2], 4096)
-    return np.zeros((rows, store.arenas[0].shape[3]), store.dtype)
+    return np.zeros((rows, *store.arenas[0].shape[3:]), store.dtype)
 
 
 def make_planner(prepared: Prepared, pool: DevicePool, frequency: npt.NDArray[np.float32]) -> ExpertPlanner:
@@ -115,8 +115,7 @@ def make_mixture(
     moves, deterministic = strategy.moves and any(layers.pool.slots) and bool(store.arenas), config.deterministic
     buffers = staging = None
     if moves:
-        kind = programs.shapes.pool_type
-        buffers = DevicePool((1,) * buffers_of(spec), spec.ffn_parts, spec.unit_rows, spec.hidden, kind, spec.units)
+        buffers = make_pool(programs.shapes, (1,) * buffers_of(spec))
         staging = open_staging(config.staging, jax.local_devices()[0], probe_piece(store)).name
     planner = make_planner(prepared, layers.pool, frequency)
     if deterministic or not moves:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynajax import budget
-from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec
+from dynajax.config import EngineConfig, ModelSpec, stored_bytes
 from dynajax.engine.layout import Layout
 from dynajax.engine.mixture.foretelling import corrections_folder, foretelling_bytes
 from dynajax.engine.mixture.strategy import MixtureStrategy
@@ -56,7 +56,7 @@ def _grown(layout: Layout, more: dict[str, int]) -> Layout:
 
 def piece_bytes(spec: ModelSpec, host_dtype: str) -> int:
     """Bytes of an expert that are sent at a time."""
-    row = spec.hidden * DTYPE_BYTES[host_dtype]
+    row = stored_bytes(spec.hidden, host_dtype)
     return piece_rows(spec.unit_rows, row) * row
 
 

@@ -40,7 +40,7 @@ def probed(layers: MixtureLayers, store: HostStore, safety: float, *, moves: boo
     for observation in seen:
         estimator.observe(*observation)
     if moves:
-        rows = store.arenas[0][0].reshape(-1, spec.hidden)
+        rows = store.arenas[0][0]
         estimator.observe_move(_fastest(lambda: jax.device_put(rows).block_until_ready()))
     return estimator
 

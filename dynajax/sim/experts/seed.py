@@ -25,7 +25,7 @@ from dynajax.sim.experts.tally import MixtureTally
 from dynajax.sim.hardware import load_hardware
 from dynajax.sim.paper import Cell
 
-TRACE = "tiny-moe-draft"  # of assets/activity
+TRACE = "tiny-moe"  # of assets/activity
 BATCHES = (1, 16)
 SHARE = 0.25  # of the experts on the device
 STEPS, PROMPT = 64, 64
@@ -61,12 +61,12 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
 # Why ours equals it, or does not.
 _ACCURACY = (
     "Of drawn routing `predicted` is drawn, too, with the recall that is stated for `corrected` (0.85 of a token's "
-    "experts); of the recorded one it is what the next router said when it was asked early, without a correction. "
-    "`count` is the past of the layer. "
+    "experts); of the recorded one it is what the next router said when it was asked early, with the trained "
+    "correction. `count` is the past of the layer. "
 )
 VERDICTS: Mapping[str, str] = MappingProxyType(
     {
-        "recall": _ACCURACY + "90 % is not reached at batch 1 by asking early; more rows blur what is foretold, and "
+        "recall": _ACCURACY + "90 % is not reached at batch 1; more rows blur what is foretold, and "
         "both ways come closer.",
         "top-1": "As above. This is the one that a single prefetch needs; the gap to `count` is larger here than the "
         "digest's.",

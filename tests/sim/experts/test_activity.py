@@ -110,12 +110,12 @@ def test_a_prompt_may_be_missing():
 
 
 def test_the_shipped_recording_is_of_its_model():
-    assert "tiny-moe-draft" in shipped_names()
-    trace = shipped_routing("tiny-moe-draft")
+    assert "tiny-moe" in shipped_names()
+    trace = shipped_routing("tiny-moe")
     assert (trace.head.layers, trace.head.width, trace.head.top_k) == (6, 16, 4)
     assert len(np.unique(trace.generation)) == 32 and trace.predicted is not None and trace.frequency.any()
     assert from_routing(trace, "t", 128).batch == 128
-    with pytest.raises(UsageError, match="only tiny-moe-draft"):
+    with pytest.raises(UsageError, match="only tiny-moe"):
         shipped_routing("large-moe")
 
 

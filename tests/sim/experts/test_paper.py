@@ -100,7 +100,7 @@ def test_the_seeds_figures(monkeypatch):
     assert figures <= set(seed.DEFINITIONS) == set(seed.VERDICTS) == set(seed.PUBLISHED)
     assert {"recall", "top-1", "weighted hits", "host share", "over static", "over layer split"} <= figures
     sources = {cell.row.split("/")[1] for cell in cells}
-    assert {"tiny-moe-draft, batch 1", "tiny-moe-draft, batch 16"} <= sources and len(sources) == 8
+    assert {"tiny-moe, batch 1", "tiny-moe, batch 16"} <= sources and len(sources) == 8
     for source in sources:
         told = {(cell.row.split("/")[0], cell.system): cell.simulated for cell in cells if cell.row.endswith(source)}
         assert 0 < told["host share", "ours"] < told["host share", "static"] <= 1

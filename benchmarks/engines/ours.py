@@ -1,0 +1,92 @@
+"""This project's engine as a child of `benchmarks.side_by_side`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.engines.worker import Logits, Opened, serve
+from dynajax.budget import dense_bytes, kv_bytes, unit_bytes
+from dynajax.config import EngineConfig
+from dynajax.engine.figures import units_of
+from dynajax.engine.opening import Parts, open_parts
+
+
+class OwnSession:
+    """Drives the stepper, as the engine does; sampling is the caller's argmax."""
+
+    def __init__(self, parts: Parts):
+        self._parts, self._position, self._begin = parts, 0, 0
+        self._active = np.ones(parts.config.batch, np.bool_)
+
+    def prefill(self, prompts: list[list[int]]) -> Logits:
+        """All but the last tokens as prompts, and a first step with those."""
+        parts, last = self._parts, len(prompts[0]) - 1
+        parts.reset_counters()
+        for row, ids in enumerate(prompts):
+            parts.stepper.prefill(row, ids[:-1], lambda done, total: None)
+        self._position = last
+        logits = self.step([ids[-1] for ids in prompts])
+        parts.reset_counters()
+        self._begin = self._position
+        return logits
+
+    def step(self, ids: list[int]) -> Logits:
+        """One token more in every row."""
+        positions = np.full(len(ids), self._position, np.int32)
+        self._position += 1
+        return self._parts.stepper.step(np.array(ids, np.int32), positions, self._active)
+
+    def facts(self) -> dict[str, Any]:
+        """Compilation so far, where live units were, and the bytes that a step cannot do without."""
+        units = units_of(self._parts)
+        return {
+            "compile_s": self._parts.prepared.programs.compile_s,
+            "hot_share": units.hot_share,
+            "floor_bytes": self._floor_bytes(units.live_per_token, units.computed_hot_share),
+        }
+
+    def _floor_bytes(self, live: float | None, hot_share: float | None) -> float | None:
+        """Dense part, keys and values, and of the units what their kind of skipping must read.
+
+        dense: all. exact: every first part, the others of live units. predicted: live units, and the predictors. None
+        where that is not known: with several rows, which share what they read.
+        """
+        parts = self._parts
+        prepared, batch = parts.prepared, parts.config.batch
+        spec, shapes, sparsity = prepared.spec, prepared.programs.shapes, prepared.strategy.sparsity
+        resident, total = sum(parts.pool.slots), spec.layers * spec.units
+        whole = resident * unit_bytes(spec, shapes.dtype) + (total - resident) * unit_bytes(spec, prepared.host_dtype)
+        fixed = dense_bytes(spec, shapes.dtype) + kv_bytes(
+            spec, shapes.dtype, (self._begin + self._position) // 2, batch
+        )
+        if sparsity == "dense":
+            return fixed + whole
+        if live is None or batch > 1:
+            return None
+        if sparsity == "exact":
+            return fixed + whole * (1 + (spec.ffn_parts - 1) * live / total) / spec.ffn_parts
+        return fixed + whole * live / total + prepared.prediction.read_bytes(spec)
+
+
+def open_session(settings: dict[str, Any]) -> Opened:
+    """settings: `model`, and the fields of EngineConfig."""
+    begin = time.perf_counter()
+    model = settings.pop("model")
+    parts = open_parts(model, EngineConfig(**settings), lambda stage, done, total: None, lambda plan: None)
+    compile_s, prepared = parts.prepared.programs.compile_s, parts.prepared
+    row = {
+        "policy": parts.policy,
+        "sparsity": prepared.strategy.sparsity,
+        "dtype": prepared.programs.shapes.dtype,
+        "host_dtype": None if prepared.host_mode == "resident" else prepared.host_dtype,
+        "budget_bytes": prepared.memory.budget_bytes,
+        "host_mode": prepared.host_mode,
+    }
+    return Opened(session=OwnSession(parts), load_s=time.perf_counter() - begin - compile_s, row=row)
+
+
+if __name__ == "__main__":
+    serve(open_session)
