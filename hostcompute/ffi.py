@@ -34,6 +34,7 @@ TARGET = "dynajax_cold_ffn"
 EXPERTS = "dynajax_cold_experts"
 MATMUL = "dynajax_matmul"
 POOL_FFN = "dynajax_pool_ffn"
+ATTEND = "dynajax_attend"
 LOWBIT = "dynajax_lowbit"
 WEIGHT_TYPES = ("float16", "bfloat16", "uint16")  # uint16: the bits of bfloat16
 MATRIX_TYPES = f"{', '.join(WEIGHT_TYPES)}, or packed in uint8 [rows,groups,34 or 18]"
@@ -187,13 +188,14 @@ def unavailable() -> str | None:
     except RuntimeError as error:
         return f"no CPU backend: {error}"
     try:
-        for name in (TARGET, EXPERTS, MATMUL, LOWBIT, POOL_FFN):
+        for name in (TARGET, EXPERTS, MATMUL, LOWBIT, POOL_FFN, ATTEND):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except RuntimeError as error:
         return f"jaxlib {version('jaxlib')} refuses the handler: {error}; {REBUILD}"
     library.dynajax_use_matmul(ctypes.cast(native.hc_matmul, ctypes.c_void_p))
     library.dynajax_use_lowbit(ctypes.cast(native.hc_lowbit, ctypes.c_void_p))
     library.dynajax_use_ffn(ctypes.cast(native.hc_ffn, ctypes.c_void_p))
+    library.dynajax_use_attend(ctypes.cast(native.hc_attend, ctypes.c_void_p))
     return None
 
 
@@ -298,6 +300,32 @@ def pool_ffn_ffi(
     settings = {"activation": np.int32(code), "threshold": np.float32(threshold), "skip_zeros": skip_zeros}
     y, live = call(h, *parts, *(() if admit is None else (admit,)), parts=np.int32(len(parts)), **settings)
     return y, live
+
+
+def attend_ffi(
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, scale: float, window: int | None = None
+) -> jax.Array:
+    """softmax(scale q k) v over the keys up to each query's position -> [B,T,N,H'] float32. For use under `jit`.
+
+    q: float32 [B,T,N,H]; k: [B,S,KV,H] and v: [B,S,KV,H'] of one type, float32 or one of WEIGHT_TYPES, key s at
+    position s; positions: int32 [B,T]. A query sees `window` keys up to its own, None: all; zeros where it sees none.
+    What is behind a position is not read. On the CPU backend only. Equal operands give equal bits, whatever the number
+    of threads. Has no gradient.
+    """
+    _check_available()
+    if q.ndim != 4 or q.dtype != np.float32:
+        raise ValueError(f"q must be float32 [B,T,N,H], got {_text(q)}")
+    if k.ndim != 4 or v.ndim != 4 or k.dtype != v.dtype or k.dtype.name not in ("float32", *WEIGHT_TYPES):
+        raise ValueError(f"k and v must be [B,S,KV,H] of one of float32, {', '.join(WEIGHT_TYPES)}, got {_text(k)}")
+    if v.shape[:3] != k.shape[:3] or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]) or q.shape[2] % k.shape[2]:
+        raise ValueError(f"k and v must fit q {list(q.shape)}, got {_text(k)} and {_text(v)}")
+    if positions.dtype != np.int32 or positions.shape != q.shape[:2]:
+        raise ValueError(f"positions must be int32 {list(q.shape[:2])}, got {_text(positions)}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be >= 1 keys, got {window}")
+    result = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), np.float32)
+    call = jax.ffi.ffi_call(ATTEND, result, vmap_method="sequential")
+    return call(q, k, v, positions, window=np.int64(window or 0), scale=np.float32(scale))
 
 
 def lowbit_rows_ffi(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dynajax.config import ModelSpec
-from dynajax.ops.attention import attention
+from dynajax.ops.attention import attention, cached_attention
 from dynajax.ops.ffn import combine
 from dynajax.ops.linear import as_weights, contract, layer_norm, rms_norm
 from dynajax.ops.rotary import rotate
@@ -100,6 +100,11 @@ class AttentionBlock(nnx.Module):
         """Attention of q [B,T,N,H] over keys and values [B,S,KV,H] -> [B,T,N,H]."""
         return attention(q, k, v, positions, self.spec.window, self.spec.attention_scale)
 
+    def mix_cached(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, prefix: int) -> jax.Array:
+        """`mix` over the first `prefix` keys and values of a cache."""
+        window, scale = self.spec.window, self.spec.attention_scale
+        return cached_attention(q, k, v, positions, prefix=prefix, window=window, scale=scale)
+
     def merge(self, x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Residual add of the attention output [B,T,N,H]; -> x [B,T,D] and the FFN's input h [B,T,W].
 
@@ -182,6 +187,10 @@ class LatentAttentionBlock(nnx.Module):
     def mix(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
         """Attention of q [B,T,N,C+R] over keys [B,S,1,C+R] -> latents [B,T,N,C]; v [B,S,1,0] is not read."""
         return attention(q, k, k[..., : self.latent.kv_rank], positions, None, self.spec.attention_scale)
+
+    def mix_cached(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, prefix: int) -> jax.Array:
+        """`mix` over the first `prefix` latents of a cache."""
+        return self.mix(q, k[:, :prefix], v[:, :prefix], positions)
 
     def merge(self, x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Residual add of the attention output, of latents [B,T,N,C]; -> x [B,T,D] and the FFN's input h [B,T,D]."""

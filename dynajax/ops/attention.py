@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from dynajax.ops.linear import contract
+from hostcompute import ffi
+
+MOST_QUERIES = 4  # of a row, for which reading a cache as it is was measured to be faster than XLA's products
 
 
 @jax.named_scope("attention")
@@ -37,3 +42,36 @@ def attention(
     scores = jnp.where(seen[:, None, None, :, :], scores, jnp.float32(-1e30))
     out = contract("BKGTS,BSKH->BTKGH", jax.nn.softmax(scores, axis=-1), v)
     return out.reshape(batch, length, heads, v.shape[-1])
+
+
+@jax.named_scope("attention")
+def cached_attention(
+    q: jax.Array,  # [B, T, N, H] float32
+    k: jax.Array,  # [B, S, KV, H], the whole cache
+    v: jax.Array,  # [B, S, KV, H']
+    positions: jax.Array,  # [B, T] int32, below prefix
+    *,
+    prefix: int,
+    window: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """`attention` over the first `prefix` keys of a cache -> [B, T, N, H'].
+
+    On the CPU backend the host's kernel reads a cache of any type as it lies there, and of few queries only the keys
+    that they see. Has no gradient.
+    """
+    plain = partial(_prefix_attention, prefix=prefix, window=window, scale=scale)
+    if q.shape[1] > MOST_QUERIES:
+        return plain(q, k, v, positions)
+    host = partial(_attention_on_cpu, prefix=prefix, window=window, scale=scale)
+    return jax.lax.platform_dependent(q, k, v, positions, cpu=host, default=plain)
+
+
+def _prefix_attention(q, k, v, positions, *, prefix: int, window: int | None, scale: float | None) -> jax.Array:
+    return attention(q, k[:, :prefix], v[:, :prefix], positions, window, scale)
+
+
+def _attention_on_cpu(q, k, v, positions, *, prefix: int, window: int | None, scale: float | None) -> jax.Array:
+    if ffi.unavailable() is not None:
+        return _prefix_attention(q, k, v, positions, prefix=prefix, window=window, scale=scale)
+    return ffi.attend_ffi(q, k, v, positions, scale=q.shape[-1] ** -0.5 if scale is None else scale, window=window)

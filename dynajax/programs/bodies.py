@@ -59,7 +59,7 @@ def attend_rows(block: AnyAttention, k, v, x, y_cold, positions, *, prefix: int)
     for row in range(x.shape[0]):
         k = write_kv(k, k_new[row : row + 1], jnp.int32(row), positions[row])
         v = write_kv(v, v_new[row : row + 1], jnp.int32(row), positions[row])
-    x, h = block.merge(x, block.mix(q, k[:, :prefix], v[:, :prefix], where))
+    x, h = block.merge(x, block.mix_cached(q, k, v, where, prefix))
     return x[:, 0], h[:, 0], k, v
 
 

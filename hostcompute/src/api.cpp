@@ -4,6 +4,7 @@
 #include <new>
 #include <system_error>
 
+#include "attend.h"
 #include "ffn.h"
 #include "handle.h"
 #include "kernels.h"
@@ -117,4 +118,8 @@ int64_t hc_lowbit(void* pool, const float* x, int64_t tokens, int64_t width, con
   return in_turn(pool, [&](Pool& own, const Kernels& kernels) {
     lowbit(own, kernels, {x, tokens, width, codes, scales, rows, groups, bits, y});
   });
+}
+
+int64_t hc_attend(void* pool, const hc_attention* call) {
+  return in_turn(pool, [&](Pool& own, const Kernels& kernels) { attend(own, kernels, *call); });
 }

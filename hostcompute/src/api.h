@@ -67,5 +67,27 @@ HC_API int64_t hc_matmul(void* pool, const float* x, int64_t tokens, const void*
 HC_API int64_t hc_lowbit(void* pool, const float* x, int64_t tokens, int64_t width, const uint8_t* codes,
                          const uint16_t* scales, int64_t rows, int64_t groups, int32_t bits, float* y);
 
+// Queries over the keys and values of a cache, each over those up to its own position.
+struct hc_attention {
+  const float* q;            // [batch, tokens, heads, size]
+  const void* k;             // [batch, keys, cache_heads, size]
+  const void* v;             // [batch, keys, cache_heads, values]
+  const int32_t* positions;  // [batch, tokens]: key s is at position s
+  float* y;                  // [batch, tokens, heads, values]
+  int64_t batch;
+  int64_t tokens;
+  int64_t heads;  // a multiple of cache_heads: that many in a row share a head of the cache
+  int64_t cache_heads;
+  int64_t keys;
+  int64_t size;
+  int64_t values;
+  int64_t window;  // keys that a query sees, its own included; 0: all up to its own
+  float scale;     // of the products
+  int32_t dtype;   // of k and v, as in hc_arena
+};
+
+// y = softmax(scale q k) v, zeros where no key is seen. pool and result as in hc_matmul.
+HC_API int64_t hc_attend(void* pool, const hc_attention* call);
+
 // hc_ok, hc_unknown_isa or hc_missing_isa. Starts no thread.
 HC_API int32_t hc_set_common(int32_t threads, const char* isa);
