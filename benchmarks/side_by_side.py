@@ -8,10 +8,13 @@
 
 A round is a prompt and tokens that follow, both given, so that every engine computes the same positions; every engine
 has one in turn, the others are halted meanwhile. The first round of each warms up and compiles and is not counted.
-best and median are over all single steps of all rounds: on a machine that others use, compare the best. The share of
-the floor is best against best: the bytes that a step must read at the best read bandwidth found between the rounds,
-over the best step. Tokens are compared with the first engine's: the share of positions with the same most likely one.
-Engines are in memory together if they fit, else one after the other, loaded again for every round.
+best and median are over all single steps of all rounds: on a machine that others use, compare the best. CPU ms a step,
+of all threads together in the best round, is what a busy machine disturbs least, as long as an engine sleeps where it
+waits (OMP_WAIT_POLICY=passive for llama.cpp). The share of the floor is best against best: the bytes that a step must
+read at the best read bandwidth found between the rounds, over the best step; a dense row of this engine is held to all
+weights, though its kernels leave out the rows of down whose activation is zero. Tokens are compared with the first
+engine's: the share of positions with the same most likely one. Engines are in memory together if they fit, else one
+after the other, loaded again for every round.
 """
 
 from __future__ import annotations
@@ -136,21 +139,23 @@ def row_of(one: Contender, rounds: Sequence[Round], first: Sequence[Round], setu
     }  # fmt: skip
     row = {key: figures.get(key, known.get(key)) for key in ROW_KEYS}
     return row | {"name": one.name, "best_tok_s": batch / best, "best_prefill_tok_s": batch * prompt / prefills.min(),
+                  "cpu_s_per_step": min(found["step_cpu_s"] for found in rounds) / setup.new_tokens,
                   "floor_bytes": floor_bytes, "agreement": float(same.mean()), "version": known.get("version"),
                   "host_mode": known.get("host_mode")}  # fmt: skip
 
 
 def table(rows: Sequence[Round]) -> str:
     """Markdown."""
-    heads = ("engine", "decode best, median tok/s", "prefill best tok/s", "of the floor", "CPU", "peak GiB",
-             "load, compile s", "agrees")  # fmt: skip
+    heads = ("engine", "decode best, median tok/s", "prefill best tok/s", "of the floor", "CPU",
+             "CPU ms a step", "peak GiB", "load, compile s", "agrees")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         floor = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.0%}"
         lines.append(
             f"| {row['name']} | {row['best_tok_s']:.2f}, {row['decode_tok_s']:.2f} | {row['best_prefill_tok_s']:.1f} | "
-            f"{floor} | {row['cpu_share']:.0%} | {row['peak_rss_bytes'] / 2**30:.2f} | {row['load_s']:.1f}, "
-            f"{row['compile_s']:.1f} | {row['agreement']:.0%} |"
+            f"{floor} | {row['cpu_share']:.0%} | {1e3 * row['cpu_s_per_step']:.1f} | "
+            f"{row['peak_rss_bytes'] / 2**30:.2f} | {row['load_s']:.1f}, {row['compile_s']:.1f} | "
+            f"{row['agreement']:.0%} |"
         )
     return "\n".join(lines)
 

@@ -45,14 +45,14 @@ class OwnSession:
         return {
             "compile_s": self._parts.prepared.programs.compile_s,
             "hot_share": units.hot_share,
-            "floor_bytes": self._floor_bytes(units.live_per_token, units.computed_hot_share),
+            "floor_bytes": self._floor_bytes(units.density),
         }
 
-    def _floor_bytes(self, live: float | None, hot_share: float | None) -> float | None:
+    def _floor_bytes(self, density: float | None) -> float | None:
         """Dense part, keys and values, and of the units what their kind of skipping must read.
 
-        dense: all. exact: every first part, the others of live units. predicted: live units, and the predictors. None
-        where that is not known: with several rows, which share what they read.
+        dense: all. exact: every first part, the others of live units. predicted: the units that were let through, and
+        the predictors. None where that is not known: with several rows, which share what they read.
         """
         parts = self._parts
         prepared, batch = parts.prepared, parts.config.batch
@@ -64,11 +64,11 @@ class OwnSession:
         )
         if sparsity == "dense":
             return fixed + whole
-        if live is None or batch > 1:
+        if density is None or batch > 1:
             return None
         if sparsity == "exact":
-            return fixed + whole * (1 + (spec.ffn_parts - 1) * live / total) / spec.ffn_parts
-        return fixed + whole * live / total + prepared.prediction.read_bytes(spec)
+            return fixed + whole * (1 + (spec.ffn_parts - 1) * density) / spec.ffn_parts
+        return fixed + whole * density + prepared.prediction.read_bytes(spec)
 
 
 def open_session(settings: dict[str, Any]) -> Opened:

@@ -180,7 +180,8 @@ def test_a_row_has_the_keys_of_the_contract(setup):
     assert list(row)[: len(ROW_KEYS)] == list(ROW_KEYS)
     assert row["best_tok_s"] == pytest.approx(2 / 0.1) and row["decode_tok_s"] == pytest.approx(2 / 0.25)
     assert row["best_prefill_tok_s"] == pytest.approx(24 / 0.25) and row["share_of_floor"] == pytest.approx(0.5)
-    assert row["cpu_share"] == pytest.approx(1.6 / 2.0) and row["agreement"] == 0.75
+    assert row["cpu_share"] == pytest.approx(1.6 / 2.0) and row["cpu_s_per_step"] == pytest.approx(0.2)
+    assert row["agreement"] == 0.75
     assert row["policy"] == "static" and row["sparsity"] is None
     measured = row_of(one, [a_round(floor_bytes=10**7)], rounds, setup, gb_s=1.0)
     assert measured["share_of_floor"] == pytest.approx(0.1), "what the engine counted goes before what was known"
