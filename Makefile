@@ -3,7 +3,7 @@
 PYTHON ?= python3
 DEMO_MODEL ?= tiny-relullama
 # What the demo may use of the device: the rest of the model, plus about 40 % of its FFN.
-DEMO_BUDGET ?= 16.5MiB
+DEMO_BUDGET ?= 9MiB
 # Processes that run the tests, some 3 GB of memory each, or that compile in bench-deps.
 WORKERS ?= 2
 DEMO_PROMPT ?= Call me Ishmael. Some years ago

@@ -1,6 +1,6 @@
 """Generate text with a model that need not fit the device.
 
-    python scripts/generate.py --prompt "Call me Ishmael." --max-new-tokens 64 --vram-budget 16.5MiB
+    python scripts/generate.py --prompt "Call me Ishmael." --max-new-tokens 64 --vram-budget 9MiB
 
 Every flag: --help. `dynajax generate` is the same command, installed.
 """

@@ -1,6 +1,6 @@
 """Show where every byte of device and host memory would go, before anything is loaded.
 
-    python scripts/plan.py --model tiny-relullama --vram-budget 16.5MiB --ctx 256
+    python scripts/plan.py --model tiny-relullama --vram-budget 9MiB --ctx 256
 
 Every flag: --help. `dynajax plan` is the same command, installed.
 """

@@ -1,6 +1,6 @@
 """Draw where the neurons of a layer were, and which of them were live, in every token of a recording.
 
-    python scripts/generate.py --prompt "Call me Ishmael." --vram-budget 16.5MiB --policy dynamic --record run.npz
+    python scripts/generate.py --prompt "Call me Ishmael." --vram-budget 9MiB --policy dynamic --record run.npz
     python scripts/plot_residency.py --record run.npz --layer 3 --out residency.png
 
 Every flag: --help. `dynajax plot-residency` is the same command, installed.
