@@ -28,6 +28,7 @@ from hostcompute.library import (
     find_library,
     load_library,
 )
+from hostcompute.packed import is_packed, row_values
 
 TARGET = "dynajax_cold_ffn"
 EXPERTS = "dynajax_cold_experts"
@@ -273,12 +274,14 @@ def pool_ffn_ffi(
     activation: str,
     threshold: float = 0.0,
     skip_zeros: bool = True,
-) -> tuple[jax.Array, jax.Array]:
-    """The FFN over all neurons of a pool -> y [T,D] float32, and bool [T,G]: which neurons' activation is not zero.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The FFN over all neurons of a pool -> y [T,D] float32, bool [T,G]: which neurons' activation is not zero, and
+    int32 [T]: how many.
 
-    h: float32 [T,D]; parts: (gate,) up, down, each [G,D] in float32 or one of WEIGHT_TYPES. admit: bool [T,G]; what is
-    not admitted adds nothing, and is not live. Answers, and what `skip_zeros` spares, are those of `HostPool.ffn`; on
-    the CPU backend only, for use under `jit`. Equal operands give equal bits where the number of threads is the same.
+    h: float32 [T,D]; parts: (gate,) up, down, each [G,D] in float32 or one of WEIGHT_TYPES, or packed, uint8
+    [G,groups,34 or 18]. admit: bool [T,G]; what is not admitted adds nothing, and is not live. Answers, and what
+    `skip_zeros` spares, are those of `HostPool.ffn`; on the CPU backend only, for use under `jit`. Equal operands give
+    equal bits where the number of threads is the same.
     """
     _check_available()
     code = activation_code(activation, threshold, len(parts))
@@ -287,16 +290,21 @@ def pool_ffn_ffi(
     if len(parts) not in (2, 3) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"parts must be 2 or 3 equal ones, got {', '.join(map(_text, parts))}")
     part = parts[0]
-    if part.ndim != 2 or part.dtype.name not in ("float32", *WEIGHT_TYPES) or part.shape[1] != h.shape[1]:
-        raise ValueError(f"parts must be [G,{h.shape[1]}] of float32, {', '.join(WEIGHT_TYPES)}, got {_text(part)}")
+    packed = part.ndim == 3 and is_packed(part)
+    known = packed or (part.ndim == 2 and part.dtype.name in ("float32", *WEIGHT_TYPES))
+    if not known or row_values(part) != h.shape[1]:
+        kinds = f"float32, {', '.join(WEIGHT_TYPES)}"
+        raise ValueError(f"parts must be [G,{h.shape[1]}] of {kinds}, or packed, got {_text(part)}")
     marks = (h.shape[0], part.shape[0])
     if admit is not None and (admit.dtype != np.bool_ or admit.shape != marks):
         raise ValueError(f"admit must be bool {list(marks)}, got {_text(admit)}")
-    results = (jax.ShapeDtypeStruct(h.shape, np.float32), jax.ShapeDtypeStruct(marks, np.bool_))
+    results = tuple(
+        jax.ShapeDtypeStruct(*told) for told in ((h.shape, "float32"), (marks, "bool"), (marks[:1], "int32"))
+    )
     call = jax.ffi.ffi_call(POOL_FFN, results, vmap_method="sequential")
     settings = {"activation": np.int32(code), "threshold": np.float32(threshold), "skip_zeros": skip_zeros}
-    y, live = call(h, *parts, *(() if admit is None else (admit,)), parts=np.int32(len(parts)), **settings)
-    return y, live
+    y, live, counts = call(h, *parts, *(() if admit is None else (admit,)), parts=np.int32(len(parts)), **settings)
+    return y, live, counts
 
 
 def attend_ffi(

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <string>
 
+#include "../src/kernels.h"
 #include "call.h"
 #include "weight_type.h"
 
@@ -10,36 +11,46 @@ namespace {
 
 using namespace table_call;
 using Pairs = ffi::BufferR2<ffi::PRED>;
+using Counts = ffi::BufferR1<ffi::S32>;
 
 std::atomic<decltype(&hc_ffn)> library_ffn{nullptr};
 
 ffi::Error refuse(const std::string& what) { return ffi::Error::InvalidArgument("dynajax_pool_ffn: " + what); }
 
-// The arena of `parts` equal matrices [G,D]; a reason if they are none, else empty.
-std::string find_arena(const ffi::RemainingArgs& operands, int64_t parts, hc_arena* arena) {
-  const char* first = nullptr;
-  for (int64_t p = 0; p < parts; ++p) {
-    const ffi::ErrorOr<ffi::AnyBuffer> part = operands.get<ffi::AnyBuffer>(p);
-    if (!part.has_value()) return "parts must be arrays";
-    if (part->dimensions().size() != 2) return "parts must be matrices";
-    const int32_t type = weight_type(part->element_type());
-    if (type < 0) return "parts must be float32, float16, bfloat16 or its bits as uint16";
-    const char* data = static_cast<const char*>(part->untyped_data());
-    if (p == 0) {
-      const int64_t width = part->dimensions()[1];
-      *arena = {data, part->dimensions()[0], parts, 1, width, type, 0, width * (type == 0 ? 4 : 2), {0, 0}};
-      first = data;
-    } else if (part->dimensions()[0] != arena->units || part->dimensions()[1] != arena->width || type != arena->dtype) {
-      return "parts must be alike";
-    } else {
-      arena->places[p - 1] = data - first;
-    }
+// What a part [G,D] is, or a packed one [G,groups,bytes]: `arena` with its rows; a reason if it is none, else empty.
+std::string describe(const ffi::AnyBuffer& part, hc_arena* arena) {
+  const auto sizes = part.dimensions();
+  int32_t type = -1;
+  int64_t width = 0;
+  if (part.element_type() == ffi::U8 && sizes.size() == 3) {
+    type = sizes[2] == 34 ? 3 : sizes[2] == 18 ? 4 : -1;
+    width = sizes[1] * group_columns;
+  } else if (sizes.size() == 2) {
+    type = weight_type(part.element_type());
+    width = sizes[1];
   }
+  if (type < 0) return "parts must be matrices of float32, float16, bfloat16 or its bits as uint16, or packed";
+  *arena = {part.untyped_data(), sizes[0], 0, 1, width, type, 0, row_bytes(type, width), {0, 0}};
   return {};
 }
 
-ffi::Error pool_ffn(Rows h, ffi::RemainingArgs operands, ffi::Result<Rows> y, ffi::Result<Pairs> live, int32_t parts,
-                    int32_t activation, float threshold, bool skip_zeros) {
+// The arena of `parts` equal matrices; a reason if they are none, else empty.
+std::string find_arena(const ffi::RemainingArgs& operands, int64_t parts, hc_arena* arena) {
+  for (int64_t p = 0; p < parts; ++p) {
+    const ffi::ErrorOr<ffi::AnyBuffer> part = operands.get<ffi::AnyBuffer>(p);
+    if (!part.has_value()) return "parts must be arrays";
+    hc_arena own;
+    if (const std::string reason = describe(*part, &own); !reason.empty()) return reason;
+    if (p == 0) *arena = own;
+    if (own.units != arena->units || own.width != arena->width || own.dtype != arena->dtype) return "parts must be alike";
+    if (p > 0) arena->places[p - 1] = static_cast<const char*>(own.data) - static_cast<const char*>(arena->data);
+  }
+  arena->parts = parts;
+  return {};
+}
+
+ffi::Error pool_ffn(Rows h, ffi::RemainingArgs operands, ffi::Result<Rows> y, ffi::Result<Pairs> live,
+                    ffi::Result<Counts> counts, int32_t parts, int32_t activation, float threshold, bool skip_zeros) {
   const auto compute = library_ffn.load(std::memory_order_relaxed);
   if (compute == nullptr) return ffi::Error::Internal("dynajax_pool_ffn: the library was not attached");
   const int64_t given = operands.size();
@@ -51,6 +62,7 @@ ffi::Error pool_ffn(Rows h, ffi::RemainingArgs operands, ffi::Result<Rows> y, ff
   if (h.dimensions()[1] != arena.width) return refuse("h must be as wide as the parts");
   if (y->dimensions()[0] != rows || y->dimensions()[1] != arena.width) return refuse("y must have the shape of h");
   if (live->dimensions()[0] != rows || live->dimensions()[1] != arena.units) return refuse("live must be [T,G]");
+  if (counts->dimensions()[0] != rows) return refuse("counts must be [T]");
   const uint8_t* admit = nullptr;
   if (given > parts) {
     const ffi::ErrorOr<Pairs> marks = operands.get<Pairs>(parts);
@@ -68,6 +80,7 @@ ffi::Error pool_ffn(Rows h, ffi::RemainingArgs operands, ffi::Result<Rows> y, ff
   }
   if (status == hc_no_resources) return ffi::Error::Internal("dynajax_pool_ffn: cannot start threads");
   if (status != hc_ok) return ffi::Error::Internal("dynajax_pool_ffn: no memory");
+  for (int64_t t = 0; t < rows; ++t) counts->typed_data()[t] = static_cast<int32_t>(totals[t]);
   return ffi::Error::Success();
 }
 
@@ -80,9 +93,10 @@ HC_API XLA_FFI_Error* dynajax_pool_ffn(XLA_FFI_CallFrame* frame);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dynajax_pool_ffn, pool_ffn,
                               ffi::Ffi::Bind()
                                   .Arg<Rows>()      // h [T,D]
-                                  .RemainingArgs()  // (gate,) up, down [G,D], and perhaps admit [T,G]
+                                  .RemainingArgs()  // (gate,) up, down, and perhaps admit [T,G]
                                   .Ret<Rows>()      // y [T,D]
                                   .Ret<Pairs>()     // live [T,G]
+                                  .Ret<Counts>()    // live ones [T]
                                   .Attr<int32_t>("parts")
                                   .Attr<int32_t>("activation")
                                   .Attr<float>("threshold")
