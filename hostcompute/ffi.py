@@ -28,7 +28,7 @@ from hostcompute.library import (
     find_library,
     load_library,
 )
-from hostcompute.packed import GROUP, GROUP_BYTES
+from hostcompute.packed import GROUP, is_packed, row_values
 
 TARGET = "dynajax_cold_ffn"
 EXPERTS = "dynajax_cold_experts"
@@ -276,8 +276,9 @@ def pool_ffn_ffi(
     activation: str,
     threshold: float = 0.0,
     skip_zeros: bool = True,
-) -> tuple[jax.Array, jax.Array]:
-    """The FFN over all neurons of a pool -> y [T,D] float32, and bool [T,G]: which neurons' activation is not zero.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The FFN over all neurons of a pool -> y [T,D] float32, bool [T,G]: which neurons' activation is not zero, and
+    int32 [T]: how many.
 
     h: float32 [T,D]; parts: (gate,) up, down, each [G,D] in float32 or one of MATRIX_TYPES. admit: bool [T,G]; what is
     not admitted adds nothing, and is not live. Answers, and what `skip_zeros` spares, are those of `HostPool.ffn`; on
@@ -295,11 +296,13 @@ def pool_ffn_ffi(
     marks = (h.shape[0], part.shape[0])
     if admit is not None and (admit.dtype != np.bool_ or admit.shape != marks):
         raise ValueError(f"admit must be bool {list(marks)}, got {_text(admit)}")
-    results = (jax.ShapeDtypeStruct(h.shape, np.float32), jax.ShapeDtypeStruct(marks, np.bool_))
+    results = tuple(
+        jax.ShapeDtypeStruct(*told) for told in ((h.shape, "float32"), (marks, "bool"), (marks[:1], "int32"))
+    )
     call = jax.ffi.ffi_call(POOL_FFN, results, vmap_method="sequential")
     settings = {"activation": np.int32(code), "threshold": np.float32(threshold), "skip_zeros": skip_zeros}
-    y, live = call(h, *parts, *(() if admit is None else (admit,)), parts=np.int32(len(parts)), **settings)
-    return y, live
+    y, live, counts = call(h, *parts, *(() if admit is None else (admit,)), parts=np.int32(len(parts)), **settings)
+    return y, live, counts
 
 
 def attend_ffi(
@@ -355,9 +358,10 @@ def _check_available() -> None:
 
 def _width(weights: jax.Array) -> int | None:
     """Values of a row of weights [O,D], or of packed ones [O,groups,bytes]; None where they are no matrix."""
-    if weights.dtype == np.uint8:
-        return weights.shape[1] * GROUP if weights.ndim == 3 and weights.shape[2] in GROUP_BYTES.values() else None
-    return weights.shape[1] if weights.ndim == 2 and weights.dtype.name in ("float32", *WEIGHT_TYPES) else None
+    packed = weights.ndim == 3 and is_packed(weights)
+    if not packed and (weights.ndim != 2 or weights.dtype.name not in ("float32", *WEIGHT_TYPES)):
+        return None
+    return row_values(weights)
 
 
 def _text(array: jax.Array) -> str:

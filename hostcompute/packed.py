@@ -4,6 +4,8 @@ The last two axes are one block of bytes: first the codes of all groups, as src/
 scales of all groups. Code c stands for (c - (2**bits - 1) / 2) times the scale of its group of 32 values.
 """
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,12 +13,25 @@ GROUP = 32  # values that share a scale
 GROUP_BYTES = {"int8": 34, "int4": 18}
 
 
-def is_packed(array: np.ndarray) -> bool:
+class AnyArray(Protocol):
+    """Of NumPy or of jax."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def is_packed(array: AnyArray) -> bool:
     """Whether these are packed rows, and no matrix of numbers."""
     return array.dtype == np.uint8 and array.ndim > 1 and array.shape[-1] in GROUP_BYTES.values()
 
 
-def row_values(array: np.ndarray) -> int:
+def row_values(array: AnyArray) -> int:
     """How many values a row has, of packed rows or of numbers."""
     return array.shape[-2] * GROUP if is_packed(array) else array.shape[-1]
 

@@ -67,28 +67,42 @@ def pool_ffn(
     read up and down only where the activation is not zero, unless `skip_zeros` is false; everywhere else, and in
     gradients, it is `pool_ffn_products`.
     """
-    return _pool_ffn(activation, skip_zeros, h, parts, admit)
+    return _pool_ffn(activation, skip_zeros, h, parts, admit)[:2]
+
+
+@jax.named_scope("pool_ffn")
+def counted_pool_ffn(
+    h: jax.Array, parts: tuple[jax.Array, ...], activation: Activation, *, skip_zeros: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """`pool_ffn` of all slots, and how many of them are live [T] int32: the kernel knows, XLA would have to add up."""
+    y, _, counts = _pool_ffn(activation, skip_zeros, h, parts, None)
+    return y, counts
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _pool_ffn(activation: Activation, skip_zeros: bool, h, parts, admit) -> tuple[jax.Array, jax.Array]:
-    plain = partial(pool_ffn_products, activation=activation)
+def _pool_ffn(activation: Activation, skip_zeros: bool, h, parts, admit) -> tuple[jax.Array, jax.Array, jax.Array]:
+    plain = partial(_counted_products, activation=activation)
     host = partial(_pool_ffn_on_cpu, activation=activation, skip_zeros=skip_zeros)
     return jax.lax.platform_dependent(h, parts, admit, cpu=host, default=plain)
 
 
 @_pool_ffn.defjvp
 def _pool_ffn_jvp(activation: Activation, skip_zeros: bool, primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(partial(pool_ffn_products, activation=activation), primals, tangents)
+    return jax.jvp(partial(_counted_products, activation=activation), primals, tangents)
 
 
-def _pool_ffn_on_cpu(h, parts, admit, *, activation: Activation, skip_zeros: bool) -> tuple[jax.Array, jax.Array]:
+def _pool_ffn_on_cpu(h, parts, admit, *, activation: Activation, skip_zeros: bool) -> tuple:
     tokens = len(h)
     if ffi.unavailable() is not None or (parts[0].dtype == jnp.float32 and tokens > MOST_WIDE):
-        return pool_ffn_products(h, parts, admit, activation=activation)
+        return _counted_products(h, parts, admit, activation=activation)
     threshold = activation.threshold if activation.kind == "fatrelu" else 0.0
     skips = skip_zeros and tokens <= MOST_SKIPPING
     return ffi.pool_ffn_ffi(h, parts, admit, activation=activation.kind, threshold=threshold, skip_zeros=skips)
+
+
+def _counted_products(h, parts, admit, *, activation: Activation) -> tuple[jax.Array, jax.Array, jax.Array]:
+    y, live = pool_ffn_products(h, parts, admit, activation=activation)
+    return y, live, jnp.sum(live, axis=1, dtype=jnp.int32)
 
 
 def pool_ffn_products(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from dynajax.config import ModelSpec
 from dynajax.models.decoder import AnyAttention, add_ffn, embed, normed, scaled
-from dynajax.ops.ffn import combine, pool_ffn
+from dynajax.ops.ffn import combine, counted_pool_ffn, pool_ffn
 from dynajax.ops.linear import contract
 from predictors.forms import Form, Shape
 from predictors.scoring import probabilities, scores, to_uint8
@@ -78,9 +78,13 @@ def attend_chunk(block: AnyAttention, k, v, xs, y_cold, row, start, *, prefix: i
 
 def hot_rows(x, h, parts: Parts, tally, layer, active, *, spec: ModelSpec, skip_zeros: bool = True):
     """x [B,D] plus the pool's share of the FFN; tally [L] gains the live slots of the active rows [B]."""
-    y, live = pool_ffn(h, parts, spec.activation, skip_zeros=skip_zeros)
-    count = jnp.sum(live & active[:, None], dtype=jnp.int32)
-    return add_ffn(spec, x, y), tally.at[layer].add(count)
+    y, counts = counted_pool_ffn(h, parts, spec.activation, skip_zeros=skip_zeros)
+    return add_ffn(spec, x, y), tally.at[layer].add(_counted(counts, active))
+
+
+def _counted(counts, active):
+    """counts [B] int32 of the active rows, added up."""
+    return jnp.sum(counts * active, dtype=jnp.int32)
 
 
 def hot_chunk(xs, h, parts: Parts, start, *, spec: ModelSpec, skip_zeros: bool = True):
@@ -179,13 +183,14 @@ def token_rows(
     ks, vs = map(list, caches)
     x = embed_rows(tables, start, positions, spec=spec) if tables else start
     none = jnp.zeros((x.shape[0], spec.unit_width), jnp.float32)
-    y_cold = none
+    y_cold, live = none, [jnp.int32(0)] * len(blocks)
     for i, (block, host) in enumerate(zip(blocks, hosts, strict=True)):
         x, h, ks[i], vs[i] = attend_rows(block, ks[i], vs[i], x, y_cold, positions, prefix=prefix)
         y_cold = none if host is None else host(h, active)
         if pools[i]:
-            x, tally = hot_rows(x, h, pools[i], tally, i, active, spec=spec, skip_zeros=skip_zeros)
-    return head(norm, table, x, y_cold, spec=spec), tally, ks, vs
+            y, counts = counted_pool_ffn(h, pools[i], spec.activation, skip_zeros=skip_zeros)
+            x, live[i] = add_ffn(spec, x, y), _counted(counts, active)
+    return head(norm, table, x, y_cold, spec=spec), tally + jnp.stack(live), ks, vs
 
 
 def token_skipping_rows(

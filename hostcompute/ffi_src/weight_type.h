@@ -8,10 +8,6 @@ struct Matrix {
   int64_t width;  // values of a row
   int32_t type;   // as in hc_arena
   int64_t row_bytes;
-
-  bool operator==(const Matrix& other) const {
-    return rows == other.rows && width == other.width && type == other.type;
-  }
 };
 
 constexpr char matrix_types[] = "float16, bfloat16 or its bits as uint16, or packed in uint8 [rows,groups,34 or 18]";

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynajax.quant import pack
-from hostcompute import HostPool
+from hostcompute import HostPool, ffn_reference
 from hostcompute.ffi import pool_ffn_ffi, unavailable
 from hostcompute.packed import unpack
 from tests.hostcompute.cases import DTYPES, Case, make_case
@@ -38,7 +37,8 @@ def parts_of(case: Case) -> tuple[jax.Array, ...]:
 
 def run(case: Case, parts=None, admit=None, *, skip_zeros=True) -> tuple[np.ndarray, np.ndarray]:
     call = jax.jit(partial(pool_ffn_ffi, **case.kind, skip_zeros=skip_zeros))
-    y, live = call(jnp.asarray(case.x), parts_of(case) if parts is None else parts, admit)
+    y, live, counts = call(jnp.asarray(case.x), parts_of(case) if parts is None else parts, admit)
+    np.testing.assert_array_equal(counts, np.asarray(live).sum(axis=1))
     return np.asarray(y), np.asarray(live)
 
 
@@ -83,23 +83,9 @@ def test_the_bits_of_bfloat16_are_read_as_such():
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_packed_parts_are_those_numbers(bits, batch):
-    case = case_of(batch=batch, width=64)
-    packed = [pack(np.asarray(part), bits) for part in parts_of(case)]
-    y, live = run(case, tuple(map(jnp.asarray, packed)))
-    wide = tuple(jnp.asarray(unpack(part)) for part in packed)
-    expected_y, expected_live = run(case, wide)
-    np.testing.assert_allclose(y, expected_y, rtol=0, atol=case.tolerance())
-    np.testing.assert_array_equal(live, expected_live)
-    with pytest.raises(AssertionError):
-        np.testing.assert_allclose(run(case)[0], expected_y, rtol=0, atol=case.tolerance())
-
-
 def test_an_empty_pool_gives_zeros():
-    y, live = pool_ffn_ffi(jnp.ones((2, 8)), (jnp.zeros((0, 8)),) * 3, activation="relu")
-    assert not y.any() and live.shape == (2, 0)
+    y, live, counts = pool_ffn_ffi(jnp.ones((2, 8)), (jnp.zeros((0, 8)),) * 3, activation="relu")
+    assert not y.any() and live.shape == (2, 0) and counts.tolist() == [0, 0]
 
 
 def test_it_keeps_off_what_it_cannot_read():
@@ -120,3 +106,28 @@ def test_it_keeps_off_what_it_cannot_read():
         pool_ffn_ffi(h, (part,) * 3, activation="gelu")
     with pytest.raises(ValueError, match="3 parts"):
         pool_ffn_ffi(h, (part,) * 2, activation="drelu")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_packed_parts(pool: HostPool, batch, bits):
+    """The answer of the pool for the packed bundle, which is that of what the packed rows stand for."""
+    rng = np.random.default_rng(bits)
+    rows, groups = 150, 3
+    codes = rng.integers(0, 256, (rows, 3, 1, groups * 4 * bits), np.uint8)
+    scales = rng.uniform(0.01, 0.05, (rows, 3, 1, groups)).astype(np.float16)
+    bundle = np.concatenate([codes, scales.view(np.uint8)], axis=3).reshape(rows, 3, 1, groups, 4 * bits + 2)
+    x, units = rng.standard_normal((batch, groups * 32)).astype(np.float32), np.arange(rows, dtype=np.int32)
+    parts = tuple(jnp.asarray(bundle[:, part, 0].copy()) for part in range(3))
+    expected = pool.ffn(x, bundle, units, activation="relu")
+    y, live, counts = map(np.asarray, jax.jit(partial(pool_ffn_ffi, activation="relu"))(jnp.asarray(x), parts))
+    np.testing.assert_allclose(y, expected.y, rtol=0, atol=1e-6 * np.abs(expected.y).max())
+    np.testing.assert_array_equal(live.sum(axis=1), expected.live_count)
+    np.testing.assert_array_equal(counts, expected.live_count)
+    plain, _ = ffn_reference(x, unpack(bundle), units, "relu", 0.0)
+    scale = np.abs(plain).max()
+    np.testing.assert_allclose(y, plain, rtol=0, atol=1e-5 * scale)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(y, np.roll(plain, 1, axis=1), rtol=0, atol=1e-5 * scale)
+    with pytest.raises(ValueError, match="or packed"):
+        pool_ffn_ffi(jnp.asarray(x[:, :-1]), parts, activation="relu")

@@ -13,6 +13,7 @@ from dynajax.ops.ffn import (
     activate,
     as_weights,
     combine,
+    counted_pool_ffn,
     pool_ffn,
     pool_ffn_products,
     pool_ffn_reference,
@@ -91,6 +92,10 @@ def test_what_the_host_computes_is_what_the_products_give(kind, skip_zeros):
             assert_ffn(y, expected[0], "float32")
             np.testing.assert_array_equal(live, expected[1])
         assert not live[~some].any() and live.any()
+        y, counts = jax.jit(partial(counted_pool_ffn, activation=activation, skip_zeros=skip_zeros))(few, parts)
+        live = pool_ffn_products(few, parts, activation=activation)[1]
+        assert counts.tolist() == live.sum(axis=1).tolist() and counts.dtype == jnp.int32
+        np.testing.assert_array_equal(y, host(few, parts)[0])
         with pytest.raises(AssertionError):
             assert_ffn(host(few, parts, admit=~some)[0], expected[0], "float32")
 
