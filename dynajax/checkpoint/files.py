@@ -186,14 +186,16 @@ class Checkpoint:
                     read_into(self._stored(f"{part}_bias", layer), out[:, index, 0, spec.hidden])
 
     def _fill_packed(self, layer: int, out: npt.NDArray[np.uint8]) -> None:
-        """`fill_bundle` of packed neurons. A bias has a group to itself, so that it is as exact as its scale."""
+        """`fill_bundle` of packed neurons. A bias fills a group, so that its scale alone stands for it: only the column
+        at D meets anything but zeros."""
         spec, bits = self.spec, bits_of(out)
         for index, part in enumerate(mapping.unit_parts(spec)):
             _fill(self._stored(part, layer), out[:, index, 0], turned=part == "down")
             if spec.ffn_bias:
-                behind = np.zeros((len(out), spec.unit_width - spec.hidden), np.float32)
+                biases = np.zeros(len(out), np.float32)
                 if part != "down":
-                    read_into(self._stored(f"{part}_bias", layer), behind[:, 0])
+                    read_into(self._stored(f"{part}_bias", layer), biases)
+                behind = np.broadcast_to(biases[:, None], (len(out), spec.unit_width - spec.hidden))
                 pack_into(behind, packed_rows(out[:, index, 0]), bits, spec.hidden // GROUP)
 
     def _fill_experts(self, layer: int, out: npt.NDArray) -> None:
