@@ -45,7 +45,8 @@ class SkippingRunner:
     def _told_of(self, layer: int) -> Told:
         norms, spec = None, self._loaded.programs.shapes.spec
         if not spec.activation.has_zeros:
-            norms = jnp.asarray(np.linalg.norm(self._loaded.units(layer)[:, -1, 0].astype(np.float32), axis=1))
+            down = values_of(self._loaded.units(layer)[:, -1, 0]).astype(np.float32)
+            norms = jnp.asarray(np.linalg.norm(down, axis=1))
         place = self.predictors.prediction.skipping(layer)
         assert place is not None, f"layer {layer} has no scores to skip by"
         return Told(*self.predictors.arrays(place), norms)

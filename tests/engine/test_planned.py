@@ -116,7 +116,7 @@ def test_the_comparison_notices_one_lost_unit(models, expected_of, monkeypatch):
 def test_neurons_of_16_bits_move_into_wider_pools(tmp_path, host_dtype):
     folder = make_checkpoint(tmp_path / "m", SPECS["relu"], dtype=host_dtype)
     tokens = np.random.default_rng(0).integers(3, 96, (16, 1))
-    with opened(folder, policy="dynamic", sparsity="exact") as engine:
+    with opened(folder, policy="dynamic", sparsity="exact", dtype="float32") as engine:
         assert_close(decode(engine._parts, tokens, 4)[:, 0], family_logits(folder, tokens[:, 0])[4:])
         assert_slots_hold_their_units(engine._parts)
         assert engine.stats()["layers"][1]["migrated"] > 10
