@@ -19,9 +19,11 @@ from dynajax.errors import NumericalError
 
 BITS = (1, 2, 4, 8)  # that codes can have; matrices of an engine have 4 or 8
 BLOCK_VALUES = 2**18  # quantised at once: a few blocks of float32 stay in the second-level cache
-# Scales tried by bits, as shares of the largest magnitude / 2**(bits - 1): the first puts it on the outermost level,
-# the second half a step beyond, the others err more there and less everywhere else.
-CLIPS = {4: (16 / 15, 1.0, 0.93, 0.86), 8: (256 / 255, 1.0)}
+# The code that zero would have in a packed matrix, by bits. Copies for predictors have (2**bits - 1) / 2 for all bits.
+ZERO = {4: 7.5, 8: 127.5}
+# Scales tried by bits, as shares of the element of the largest magnitude: the first puts it on the outermost level, the
+# second half a step beyond, the others err more there and less everywhere else.
+CLIPS = {4: (1 / 7.5, 1 / 8, 0.93 / 8, 0.86 / 8), 8: (1 / 127.5, 1 / 128)}
 LARGEST = 60_000  # of a magnitude; its scale must be a float16
 _TINY = np.float32(2.0**-24)  # the smallest float16
 
@@ -106,7 +108,7 @@ def pack_into(
     for at in range(0, len(values), step):
         rows = slice(at, min(at + step, len(values)))
         block = checked(values[rows]).reshape(-1, groups, GROUP)
-        coded = quantise_groups(block, bits, fitted_scales(block, bits))
+        coded = quantise_groups(block, bits, fitted_scales(block, bits), ZERO[bits])
         out[rows, where] = coded.codes.reshape(len(block), -1)
         out[rows, scales_where] = coded.scales.view(np.uint8).reshape(len(block), -1)
 
@@ -118,7 +120,7 @@ def unpack(packed: npt.NDArray[np.uint8]) -> Floats:
     rows = packed.reshape(-1, groups * size)
     codes = rows[:, : groups * (size - 2)].reshape(-1, groups, size - 2)
     scales = np.ascontiguousarray(rows[:, groups * (size - 2) :]).view(np.float16)
-    return dequantise_groups(Grouped(codes, scales), bits).reshape(*outer, groups * GROUP)
+    return dequantise_groups(Grouped(codes, scales), bits, ZERO[bits]).reshape(*outer, groups * GROUP)
 
 
 def values_of(array: npt.NDArray) -> npt.NDArray:
@@ -137,35 +139,45 @@ def checked(values: npt.NDArray) -> Floats:
 def fitted_scales(block: Floats, bits: int) -> Floats:
     """One a group of block [rows, groups, 32]: of those in CLIPS the one with the least squared error, then that which
     is best for the levels it gave."""
-    widest = np.abs(block).max(axis=2) / np.float32(2 ** (bits - 1))
-    least, chosen = np.full(widest.shape, np.inf, np.float32), np.zeros_like(block)
+    largest = np.take_along_axis(block, np.abs(block).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+    least, chosen = np.full(largest.shape, np.inf, np.float32), np.zeros_like(block)
     for clip in CLIPS[bits]:
-        scaled = block * _inverse(widest * np.float32(clip))[:, :, None]
-        level = np.floor(scaled)
-        np.clip(level, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, out=level)
-        level += np.float32(0.5)
+        scales = largest * np.float32(clip)
+        scaled = block * _inverse(scales)[:, :, None]
+        level = _nearest(scaled, bits, ZERO[bits])
         scaled -= level
-        squared = np.einsum("rgc,rgc->rg", scaled, scaled) * np.square(widest * np.float32(clip))
+        squared = np.einsum("rgc,rgc->rg", scaled, scaled) * np.square(scales)
         better = squared < least
         least[better], chosen[better] = squared[better], level[better]
-    best = np.einsum("rgc,rgc->rg", block, chosen) / np.einsum("rgc,rgc->rg", chosen, chosen)
-    return np.maximum(best, 0)  # a group too small for float16 may have any sign
+    power = np.einsum("rgc,rgc->rg", chosen, chosen)
+    return np.einsum("rgc,rgc->rg", block, chosen) / np.maximum(power, np.float32(0.25))  # 0: all zeros
 
 
 def _inverse(scales: Floats) -> Floats:
     """1 / scales; 0 where a scale is none in float16."""
-    return np.divide(1, scales, out=np.zeros_like(scales), where=scales > _TINY / 4)
+    return np.divide(1, scales, out=np.zeros_like(scales), where=np.abs(scales) > _TINY / 4)
 
 
-def quantise_groups(block: Floats, bits: int, scales: Floats) -> Grouped:
-    """block [rows, groups, 32] with scales [rows, groups] -> the nearest codes, packed.
+def _nearest(scaled: Floats, bits: int, zero: float) -> Floats:
+    """Of every element the nearest level, c - zero of its code c."""
+    level = np.rint(scaled + np.float32(zero))
+    np.clip(level, 0, 2**bits - 1, out=level)
+    level -= np.float32(zero)
+    return level
+
+
+def quantise_groups(block: Floats, bits: int, scales: Floats, zero: float) -> Grouped:
+    """block [rows, groups, 32] with scales [rows, groups] -> the nearest codes, packed. zero: the code that it has.
 
     Scales are rounded first, codes are those for what they became: tiny ones lose bits.
     """
     check_bits(bits)
     rounded = scales.astype(np.float16)
-    levels = _levels(block, rounded.astype(np.float32), bits)
-    codes = (levels + np.float32((2**bits - 1) / 2)).astype(np.uint8)
+    if bits == 1:
+        codes = (block >= 0).astype(np.uint8)
+    else:
+        inverse = _inverse(rounded.astype(np.float32))[:, :, None]
+        codes = (_nearest(block * inverse, bits, zero) + np.float32(zero)).astype(np.uint8)
     if bits == 8:
         return Grouped(codes, rounded)
     parts = codes.reshape(*codes.shape[:2], 8 // bits, 4 * bits)
@@ -173,15 +185,7 @@ def quantise_groups(block: Floats, bits: int, scales: Floats) -> Grouped:
     return Grouped(np.bitwise_or.reduce(parts << shifts, axis=2), rounded)
 
 
-def _levels(block: Floats, scales: Floats, bits: int) -> Floats:
-    """The level of every element: c - (2**bits - 1) / 2 of its code c."""
-    half = np.float32((2**bits - 1) / 2)
-    if bits == 1:
-        return np.where(block >= 0, half, -half)
-    return np.clip(np.rint(block * _inverse(scales)[:, :, None] + half), 0, 2 * half) - half
-
-
-def dequantise_groups(grouped: Grouped, bits: int) -> Floats:
+def dequantise_groups(grouped: Grouped, bits: int, zero: float) -> Floats:
     """[rows, groups, 32] float32, one element's bits after the other."""
     check_bits(bits)
     codes, scales = grouped.codes, grouped.scales.astype(np.float32)
@@ -189,8 +193,13 @@ def dequantise_groups(grouped: Grouped, bits: int) -> Floats:
     out = np.empty((*scales.shape, GROUP), np.float32)
     for element in range(GROUP):
         code = (codes[:, :, element % count] >> (bits * (element // count))) & (2**bits - 1)
-        out[:, :, element] = (code - np.float32((2**bits - 1) / 2)) * scales
+        out[:, :, element] = (code - np.float32(zero)) * scales
     return out
+
+
+def symmetric_zero(bits: int) -> float:
+    """The code of zero where levels are symmetric about it, and none of them zero."""
+    return (2**bits - 1) / 2
 
 
 def wide_scales(block: Floats, sizes: Floats, bits: int) -> Floats:
@@ -201,7 +210,7 @@ def wide_scales(block: Floats, sizes: Floats, bits: int) -> Floats:
     """
     magnitude = np.abs(block)
     if bits > 2:
-        return magnitude.max(axis=2) / np.float32((2**bits - 1) / 2)
+        return magnitude.max(axis=2) / np.float32(symmetric_zero(bits))
     mean = magnitude.sum(axis=2) / sizes
     if bits == 1:
         return 2 * mean

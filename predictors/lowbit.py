@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynajax.config import GROUP
-from dynajax.quant import Grouped, check_bits, checked, dequantise_groups, quantise_groups, wide_scales
+from dynajax.quant import Grouped, check_bits, checked, dequantise_groups, quantise_groups, symmetric_zero, wide_scales
 from hostcompute import ffi
 
 BLOCK_BYTES = 2 * 2**20  # unpacked at once by `block_scores`
@@ -58,7 +58,7 @@ def quantise(matrix: npt.NDArray, bits: int) -> LowBit:
     for at in range(0, rows, _QUANTISE_ROWS):
         part = checked(matrix[at : at + _QUANTISE_ROWS])
         block = np.pad(part, ((0, 0), (0, groups * GROUP - columns))).reshape(len(part), groups, GROUP)
-        coded = quantise_groups(block, bits, wide_scales(block, sizes, bits))
+        coded = quantise_groups(block, bits, wide_scales(block, sizes, bits), symmetric_zero(bits))
         codes[at : at + len(part)] = coded.codes.reshape(len(part), -1)
         scales[at : at + len(part)] = coded.scales
     return LowBit(codes, scales, bits, columns)
@@ -68,7 +68,8 @@ def dequantise(packed: LowBit) -> npt.NDArray[np.float32]:
     """The matrix [F, D] that the copy stands for: what the products must use."""
     rows, groups = packed.scales.shape
     grouped = Grouped(packed.codes.reshape(rows, groups, 4 * packed.bits), packed.scales)
-    return dequantise_groups(grouped, packed.bits).reshape(rows, groups * GROUP)[:, : packed.columns]
+    values = dequantise_groups(grouped, packed.bits, symmetric_zero(packed.bits))
+    return values.reshape(rows, groups * GROUP)[:, : packed.columns]
 
 
 def lowbit_scores_reference(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

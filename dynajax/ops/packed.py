@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dynajax.quant import GROUP
+from dynajax.quant import GROUP, ZERO
 from hostcompute import ffi
 
 BLOCK_BYTES = 8 * 2**20  # unpacked at once where a product has many rows
@@ -117,7 +117,7 @@ def _levels(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     level = (codes >> shifts) & jnp.full((1,) * codes.ndim, 2**bits - 1, jnp.uint8)
     pairs = row[..., groups * count :].reshape(*outer, groups, 2).astype(jnp.uint16)
     scale = jax.lax.bitcast_convert_type(pairs[..., 0] | (pairs[..., 1] << jnp.uint16(8)), jnp.float16)
-    return level.astype(jnp.float32) - jnp.float32((2**bits - 1) / 2), scale.astype(jnp.float32)
+    return level.astype(jnp.float32) - jnp.float32(ZERO[bits]), scale.astype(jnp.float32)
 
 
 def _cut(packed: jax.Array) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from dynajax.checkpoint import Checkpoint
-from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec
+from dynajax.config import DTYPE_BYTES, EngineConfig, ModelSpec, is_packed
 from dynajax.engine.failures import translated_errors
 from dynajax.engine.hosts import offload_mode
 from dynajax.engine.opening import Parts, load_parts
@@ -115,6 +115,8 @@ def verify(settings: Settings, progress: Progress, on_run: Callable[[Run], None]
     if settings.config.sparsity == "predicted":
         raise UsageError("only what computes every live neuron can be verified: leave --sparsity predicted out")
     config = settings.config
+    if is_packed(config.dtype) or is_packed(config.host_dtype):
+        raise UsageError("weights of few bits equal no checkpoint's: verify with --dtype float32, float16 or bfloat16")
     model = Checkpoint.open(model_folder(settings.model, offline=config.offline, progress=progress))
     if model.spec.encoder is not None:
         raise UsageError("models with an encoder cannot be verified yet: tests compare them with the float64 forward")
