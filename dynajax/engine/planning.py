@@ -84,31 +84,15 @@ def prepare(
     spec = read_spec(folder)
     device = device or jax.local_devices()[0]
     dtype, host_dtype = resolve_dtypes(config, spec, device.platform)
-    kv_dtype = resolve_kv_dtype(dtype, device.platform)
-    ctx = resolve_ctx(config, spec)
     strategy = resolve_any(config, spec, folder, fingerprint, device.platform)
-    shapes = Shapes(
-        spec=spec,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        ctx=round_ctx(ctx),
-        batch=config.batch,
-        skip_zeros=strategy.sparsity != "dense",
-    )
-    if strategy.moves and config.staging != "auto":
-        probe = np.zeros((1, 16), np.float32)
-        open_staging(config.staging, jax.local_devices()[0], probe)  # refused before anything is loaded
+    shapes = shapes_of(config, spec, dtype, device.platform, skip_zeros=strategy.sparsity != "dense")
+    check_staging(config, strategy)
     layout = lay_out(config, strategy, shapes, device, progress, fingerprint)
-    if layout.mode == "resident":
-        skips = layout.prediction is not NONE
-        strategy = strategy.resident(spec, skips=skips) if isinstance(strategy, Strategy) else strategy.resident(spec)
+    strategy = settled(strategy, layout, spec)
     unit, host_unit = budget.unit_bytes(spec, dtype), budget.unit_bytes(spec, host_dtype)
     frequency = load_frequency(config.stats, folder, spec, fingerprint)
-    host, prediction, staged = (
-        budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"),
-        layout.prediction,
-        0,
-    )
+    host, prediction = budget.host_bytes(spec, host_dtype, resident=layout.mode == "resident"), layout.prediction
+    staged = 0
     if isinstance(strategy, MixtureStrategy):
         predictors = predictor_bytes(strategy, spec, config, folder, fingerprint)
         layout = with_buffers(layout, strategy, host_dtype, predictors)
@@ -120,16 +104,15 @@ def prepare(
         place = place_equal if strategy.planned else place_static  # two pool sizes, where each has more programs
         placement = place(frequency, unit, 0 if strategy.policy == "none" else layout.pool_bytes)
         host |= plan_host_bytes(strategy, prediction, spec, RING * staged * host_unit)
-    if config.stats == "auto" and not frequency.any() and 0 < placement.resident < frequency.size:
-        what = "neurons" if spec.experts is None else "experts"
-        log.warning("no activation statistics in %s: %s are placed by their number", folder, what)
+    if config.stats == "auto":
+        warn_of_blindness(frequency, placement, folder, spec)
     return Prepared(
         model=model,
         folder=folder,
         spec=spec,
         **generation(folder, spec),
         host_dtype=host_dtype,
-        ctx=ctx,
+        ctx=resolve_ctx(config, spec),
         strategy=strategy,
         prediction=prediction,
         staged=staged,
@@ -140,6 +123,40 @@ def prepare(
         host_mode=layout.mode,
         host=layout.host,
     )
+
+
+def shapes_of(config: EngineConfig, spec: ModelSpec, dtype: str, platform: str, *, skip_zeros: bool) -> Shapes:
+    """The shapes of every program of an engine of these settings."""
+    return Shapes(
+        spec=spec,
+        dtype=dtype,
+        kv_dtype=resolve_kv_dtype(dtype, platform),
+        ctx=round_ctx(resolve_ctx(config, spec)),
+        batch=config.batch,
+        skip_zeros=skip_zeros,
+    )
+
+
+def check_staging(config: EngineConfig, strategy: Strategy | MixtureStrategy) -> None:
+    """Refuse a way of sending units that there is not, before anything is loaded."""
+    if strategy.moves and config.staging != "auto":
+        open_staging(config.staging, jax.local_devices()[0], np.zeros((1, 16), np.float32))
+
+
+def settled(strategy: Strategy | MixtureStrategy, layout: Layout, spec: ModelSpec) -> Strategy | MixtureStrategy:
+    """What is left of a strategy once it is known whether every unit is on the device."""
+    if layout.mode != "resident":
+        return strategy
+    if isinstance(strategy, MixtureStrategy):
+        return strategy.resident(spec)
+    return strategy.resident(spec, skips=layout.prediction is not NONE)
+
+
+def warn_of_blindness(frequency: npt.NDArray[np.float32], placement: Placement, folder: Path, spec: ModelSpec) -> None:
+    """One line where units are chosen and nothing is known of them."""
+    if not frequency.any() and 0 < placement.resident < frequency.size:
+        what = "neurons" if spec.experts is None else "experts"
+        log.warning("no activation statistics in %s: %s are placed by their number", folder, what)
 
 
 def resolve_any(
