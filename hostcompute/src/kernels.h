@@ -4,6 +4,7 @@
 #include <cstdint>
 
 constexpr int tile = 4;  // weight rows, and tokens, that one kernel call handles at most
+constexpr int pair = 2;  // packed rows, and tokens, where memory sets the pace
 constexpr int dtypes = 5;
 constexpr int group_columns = 32;  // that share a scale in a packed row
 
@@ -48,6 +49,9 @@ struct Tiles {
   DotTile wide_dot;  // of `tile` rows and `wide_tokens`
   AxpyBlock axpy_block[block_tokens];
   WidenRow widen;
+  // Of `pair` packed rows; then [T - 1]. Null for others, which are long enough to be read one by one.
+  DotTile pair_dot[pair];
+  AxpyTile pair_axpy[pair];
 };
 
 constexpr int panel_rows(int bits) { return bits <= 2 ? 64 : 128 / bits; }  // that one kernel call handles at most

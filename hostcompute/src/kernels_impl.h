@@ -222,7 +222,9 @@ constexpr Tiles make_tiles() {
           wide_dot_kernel<Weight>(),
           {axpy_block_kernel<Weight, 1>(), axpy_block_kernel<Weight, 2>(), axpy_block_kernel<Weight, 3>(),
            axpy_block_kernel<Weight, 4>(), axpy_block_kernel<Weight, 5>(), axpy_block_kernel<Weight, 6>()},
-          widen_row<Weight>};
+          widen_row<Weight>,
+          {},
+          {}};
 }
 
 constexpr Kernels make_kernels(const char* isa) {

@@ -1,13 +1,14 @@
 // The kernels of packed rows (int8, int4); included as kernels_impl.h is, before it. A row has the codes of all its
 // groups, laid out as lowbit.h says, and behind them the float16 scales.
 //
-// Simd has for them, besides what lowbit_impl.h wants: mul, and nibble_level and byte_level, what the lowest four or
-// eight bits of a word stand for before they are scaled.
+// Simd has for them, besides what lowbit_impl.h wants: mul; nibble_level, what the lowest four bits of a word stand for
+// before they are scaled; and byte_levels, what each of a few bytes stands for.
 
 namespace {
 
 constexpr int group_steps = 16 / Simd::width;  // each of which handles two registers of columns, half a group apart
 constexpr int group_half = group_columns / 2;
+constexpr int scales_ahead = 128;  // that are made ready at a time: a number is slow to load that was stored just now
 
 template <int Bits, int R>
 struct PackedRows {
@@ -27,27 +28,26 @@ struct PackedRows {
 template <int Bits>
 __attribute__((always_inline)) inline void load_levels(const uint8_t* codes, int step, Simd::reg* levels) {
   const uint8_t* from = codes + step * Simd::width;
-  const Simd::ints words = Simd::widen(from);
   if constexpr (Bits == 4) {
+    const Simd::ints words = Simd::widen(from);
     levels[0] = Simd::nibble_level(words);
     levels[1] = Simd::nibble_level(Simd::shift(words));
   } else {
-    levels[0] = Simd::byte_level(words);
-    levels[1] = Simd::byte_level(Simd::widen(from + group_half));
+    levels[0] = Simd::byte_levels(from);
+    levels[1] = Simd::byte_levels(from + group_half);
   }
 }
 
-// Calls group(index, place, k) for every group: its index, its place among the `lanes` groups whose scales were made
-// ready by scales(first, count), and the index modulo 4; and fetches meanwhile what is read next.
+// Calls group(index, place, k) for every group: its index, its place among the groups whose scales were made ready by
+// scales(first, count), and the index modulo 4; and fetches meanwhile what is read next.
 template <int Bits, int R, typename Scales, typename Group>
 __attribute__((always_inline)) inline void for_groups(const void* const* rows, const void* const* next, int64_t groups,
                                                       Scales scales, Group group) {
-  constexpr int lanes = Simd::width;
   constexpr int64_t quad_bytes = 4 * (4 * Bits + 2);
   Ahead<R> ahead(rows, next, groups * quad_bytes / 4);
   int64_t fetched = 0;
-  for (int64_t first = 0; first < groups; first += lanes) {
-    const int64_t count = groups - first < lanes ? groups - first : lanes;
+  for (int64_t first = 0; first < groups; first += scales_ahead) {
+    const int64_t count = groups - first < scales_ahead ? groups - first : scales_ahead;
     scales(first, count);
     int64_t at = 0;
     for (; at + 4 <= count; at += 4) {
@@ -76,13 +76,15 @@ void packed_dot(const void* const* rows, const float* const* x, int64_t d, const
   } else {
     constexpr int K = R * T >= 4 ? 1 : 4 / (R * T);
     const PackedRows<Bits, R> packed(rows, d / group_columns);
-    float factors[R][Simd::width];
+    float factors[R][scales_ahead];
     Simd::reg sums[R][T][K];
     for (int r = 0; r < R; ++r)
       for (int t = 0; t < T; ++t)
         for (int k = 0; k < K; ++k) sums[r][t][k] = Simd::zero();
     const auto scales = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
-      for (int r = 0; r < R; ++r) Simd::store(factors[r], load_some(packed.scales[r] + first, count));
+      for (int r = 0; r < R; ++r)
+        for (int64_t at = 0; at < count; at += Simd::width)
+          Simd::store(factors[r] + at, load_some(packed.scales[r] + first + at, count - at));
     };
     const auto group = [&](int64_t index, int64_t place, int k) __attribute__((always_inline)) {
       Simd::reg products[R];
@@ -134,13 +136,15 @@ template <int Bits, int R, int T>
 void packed_axpy(const void* const* rows, const float* h, int64_t d, const void* const* next, float* const* y) {
   const PackedRows<Bits, R> packed(rows, d / group_columns);
   Simd::reg weights[R][T];
-  float factors[R][Simd::width];  // scales; of a single token times its weight
+  float factors[R][scales_ahead];  // scales; of a single token times its weight
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < T; ++t) weights[r][t] = Simd::broadcast(h[r * T + t]);
   const auto scales = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
     for (int r = 0; r < R; ++r) {
-      const Simd::reg some = load_some(packed.scales[r] + first, count);
-      Simd::store(factors[r], T == 1 ? Simd::mul(some, weights[r][0]) : some);
+      for (int64_t at = 0; at < count; at += Simd::width) {
+        const Simd::reg some = load_some(packed.scales[r] + first + at, count - at);
+        Simd::store(factors[r] + at, T == 1 ? Simd::mul(some, weights[r][0]) : some);
+      }
     }
   };
   const auto group = [&](int64_t index, int64_t place, int) __attribute__((always_inline)) {
@@ -197,7 +201,9 @@ constexpr Tiles make_packed_tiles() {
            {packed_axpy<Bits, 4, 1>, packed_axpy<Bits, 4, 2>, packed_axpy<Bits, 4, 3>, packed_axpy<Bits, 4, 4>}},
           nullptr,
           {},
-          packed_widen<Bits>};
+          packed_widen<Bits>,
+          {packed_dot<Bits, 2, 1>, packed_dot<Bits, 2, 2>},
+          {packed_axpy<Bits, 2, 1>, packed_axpy<Bits, 2, 2>}};
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 namespace {
 
+constexpr int64_t line_floats = 16;
 constexpr int64_t block_bytes = 256 * 1024;  // one part of a block; two of them stay in a second-level cache
 
 int64_t most_rows(const hc_arena& arena, int64_t tokens) {
@@ -16,7 +17,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 }  // namespace
 
 int64_t value_floats(const hc_arena& arena, int64_t tokens) {
-  return 3 * max_block * tokens + (widens(arena, tokens) ? most_rows(arena, tokens) * arena.width : 0);
+  const int64_t copies = few_tokens * (arena.width + line_floats);  // of x, for few tokens
+  return 3 * max_block * tokens + (widens(arena, tokens) ? most_rows(arena, tokens) * arena.width : copies);
 }
 
 Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* live)

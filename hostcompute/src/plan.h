@@ -20,7 +20,8 @@ constexpr int many_tokens = tile;  // with more, arithmetic takes as long as rea
 
 inline bool widens(const hc_arena& arena, int64_t tokens) { return is_packed(arena.dtype) && tokens > many_tokens; }
 
-// What a thread needs for a block beside its sums: three values of each neuron and token, and its rows, widened.
+// What a thread needs for a block beside its sums: three values of each neuron and token, and either its rows, widened,
+// or copies of x.
 int64_t value_floats(const hc_arena& arena, int64_t tokens);
 
 // A row of x that wants a unit.
