@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from dynajax.hugepages import on_huge_pages
 from dynajax.programs import Shapes
 
 Parts = tuple[jax.Array, ...]  # P arrays [G*W, D], or packed [G*W, groups, n]
@@ -42,7 +43,9 @@ class DevicePool:
         self._allocate()
 
     def _allocate(self) -> None:
-        self._parts = [tuple(jnp.zeros(shape, dtype) for _ in range(count)) for shape, dtype, count in self._shapes]
+        self._parts = [
+            tuple(on_huge_pages(jnp.zeros(shape, dtype)) for _ in range(count)) for shape, dtype, count in self._shapes
+        ]
 
     def clear(self) -> None:
         """Give every buffer back and start over with empty ones; who still means the old ones is refused."""

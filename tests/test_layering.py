@@ -35,7 +35,9 @@ def row(ours: str = "", third: str = "", never: frozenset[str] = frozenset()) ->
     return Row(ours=frozenset(ours.split()), third=frozenset(third.split()), never=never)
 
 
-RUN_TIME = "policy budget quant ops models checkpoint bundles hostcompute pool staging transfer memory programs text"
+RUN_TIME = (
+    "policy budget quant ops models checkpoint bundles hostcompute hugepages pool staging transfer memory programs text"
+)
 ENGINE = (
     f"config plan sampling trace routing_trace timeline scheduler worker mover predictors model_folder chat {RUN_TIME}"
 )
@@ -67,7 +69,8 @@ TABLE = {
     "vocabulary": row("config checkpoint", "numpy tokenizers"),
     "chat": row("config checkpoint text", "jinja2"),
     "fetch": row("config checkpoint convert model_folder predictors"),
-    "pool": row("plan config bundles ops programs hostcompute budget policy.costs", "jax numpy ml_dtypes"),
+    "hugepages": row("hostcompute", "jax"),
+    "pool": row("plan config bundles ops programs hostcompute hugepages budget policy.costs", "jax numpy ml_dtypes"),
     "staging": row("", "jax numpy"),
     "transfer": row("plan config bundles ops programs hostcompute budget policy.costs pool staging", "jax numpy"),
     "worker": row("", "jax"),
@@ -76,7 +79,7 @@ TABLE = {
     "engine": row(ENGINE, JAX_STACK),
     "reference": row("", "numpy"),
     "verify": row("checkpoint config engine model_folder plan reference text", "jax numpy"),
-    "testing": row("config models checkpoint reference", f"{JAX_STACK} safetensors"),
+    "testing": row("config models checkpoint quant reference", f"{JAX_STACK} safetensors"),
     "testing.families": row("", "numpy ml_dtypes safetensors"),  # shares nothing with what it is to test
     "training": row("config models ops checkpoint", f"{JAX_STACK} optax orbax safetensors tokenizers"),
     "cli": row(

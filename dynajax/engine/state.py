@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dynajax.hugepages import on_huge_pages
 from dynajax.programs import Shapes
 
 
@@ -15,11 +16,11 @@ class DeviceState:
 
     def __init__(self, shapes: Shapes):
         spec = shapes.spec
-        self.ks: list[jax.Array] = [jnp.zeros(shapes.k_shape, shapes.kv_type) for _ in spec.stepped]
-        self.vs: list[jax.Array] = [jnp.zeros(shapes.v_shape, shapes.kv_type) for _ in spec.stepped]
+        self.ks: list[jax.Array] = [on_huge_pages(jnp.zeros(shapes.k_shape, shapes.kv_type)) for _ in spec.stepped]
+        self.vs: list[jax.Array] = [on_huge_pages(jnp.zeros(shapes.v_shape, shapes.kv_type)) for _ in spec.stepped]
         seen = () if spec.encoder is None else spec.stepped
-        self.seen_ks: list[jax.Array] = [jnp.zeros(shapes.k_shape, shapes.kv_type) for _ in seen]
-        self.seen_vs: list[jax.Array] = [jnp.zeros(shapes.v_shape, shapes.kv_type) for _ in seen]
+        self.seen_ks: list[jax.Array] = [on_huge_pages(jnp.zeros(shapes.k_shape, shapes.kv_type)) for _ in seen]
+        self.seen_vs: list[jax.Array] = [on_huge_pages(jnp.zeros(shapes.v_shape, shapes.kv_type)) for _ in seen]
         self.lengths = np.zeros(shapes.batch, np.int32)  # of what an encoder read, by row
         self.xs = jnp.zeros((shapes.ctx, spec.hidden), jnp.float32)
         self.tally = jnp.zeros((spec.layers,), jnp.int32)
