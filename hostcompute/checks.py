@@ -6,8 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hostcompute.packed import GROUP_BYTES, is_packed
+
 ACTIVATIONS = {"relu": 0, "fatrelu": 1, "silu": 2, "drelu": 3}
-DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}  # the last two: packed rows
 
 
 class FfnResult(NamedTuple):
@@ -19,10 +21,16 @@ class FfnResult(NamedTuple):
 
 
 def check_bundle(bundle: np.ndarray) -> None:
-    """An arena is C-contiguous [n,P,W,D] with P 2 or 3, in one of the three dtypes."""
-    if bundle.dtype.name not in DTYPES or not bundle.dtype.isnative:
-        raise ValueError(f"bundle must be float32, float16 or bfloat16, got {bundle.dtype}")
-    if bundle.ndim != 4 or bundle.shape[1] not in (2, 3) or min(bundle.shape[2:]) < 1:
+    """An arena is C-contiguous [n,P,W,D] with P 2 or 3, of floats; or of packed rows, [n,P,W,groups,bytes]."""
+    if bundle.dtype == np.uint8:
+        if bundle.ndim != 5 or not is_packed(bundle):
+            sizes = " or ".join(f"{size} ({name})" for name, size in GROUP_BYTES.items())
+            raise ValueError(f"a packed bundle must be uint8 [n,P,W,groups,{sizes}], got shape {bundle.shape}")
+    elif bundle.dtype.name not in ("float32", "float16", "bfloat16") or not bundle.dtype.isnative:
+        raise ValueError(f"bundle must be float32, float16 or bfloat16, or packed in uint8, got {bundle.dtype}")
+    elif bundle.ndim != 4:
+        raise ValueError(f"bundle must be [n, 2 or 3, W >= 1, D >= 1], got shape {bundle.shape}")
+    if bundle.shape[1] not in (2, 3) or min(bundle.shape[2:]) < 1:
         raise ValueError(f"bundle must be [n, 2 or 3, W >= 1, D >= 1], got shape {bundle.shape}")
     if not bundle.flags.c_contiguous:
         raise ValueError(f"bundle must be C-contiguous, got strides {bundle.strides}")

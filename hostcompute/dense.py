@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from hostcompute import blas, onednn
 from hostcompute.checks import FfnResult, outside_error
+from hostcompute.packed import widened
 from hostcompute.reference import activate, wanted_pairs
 
 Dense = Literal["own", "blas", "onednn"]
@@ -15,7 +16,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Products(Protocol):
-    """Products of float32 rows with a part of an expert [W,D], C-contiguous and in any type of `checks.DTYPES`."""
+    """Products of float32 rows with a part of an expert [W,D], C-contiguous and of any float type of `checks.DTYPES`."""
 
     def dot_rows(self, x: Floats, matrix: np.ndarray) -> Floats:
         """x [n,D] times every row of the matrix -> [n,W]."""
@@ -71,7 +72,7 @@ def dense_ffn(products: Products, call: DenseCall) -> FfnResult:
     experts = np.flatnonzero(wanted.any(axis=0))
     for c in experts:
         rows = np.flatnonzero(wanted[:, c])
-        expert = bundle[units[c]]
+        expert = widened(bundle[units[c]])
         h, live = _activations(products, x[rows], expert, call.activation, call.threshold)
         h = np.where(h == 0, np.float32(0), h * call.weights[rows, c, None])
         y[rows] += products.sum_rows(h, expert[-1])

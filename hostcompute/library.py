@@ -24,8 +24,9 @@ from hostcompute.checks import (
 )
 from hostcompute.dense import Dense, DenseCall, dense_ffn, open_products
 from hostcompute.numpy_pool import NumpyPool
+from hostcompute.packed import row_type, row_values
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 ISA_VARIABLE = "HOSTCOMPUTE_ISA"
 PACKAGE = Path(__file__).parent
 REMEDY = "run `python setup.py build_ext --inplace` in a checkout, or reinstall with a C++17 compiler"
@@ -135,7 +136,7 @@ class HostPool:
     def ffn(  # noqa: PLR0913  the arrays of one call
         self,
         x: npt.NDArray[np.float32],  # [B,D]
-        bundle: np.ndarray,  # [n,P,W,D]
+        bundle: np.ndarray,  # [n,P,W,D], or packed [n,P,W,groups,bytes]
         units: npt.NDArray[np.int32],  # [C]
         *,
         activation: str,
@@ -183,7 +184,7 @@ class HostPool:
         return FfnResult(out, totals[:batch], int(totals[batch]))
 
     def gather(self, bundle: np.ndarray, units: npt.NDArray[np.int32], out: np.ndarray) -> np.ndarray:
-        """Copies whole units into `out` [C,P,W,D], past the CPU's caches, and returns it."""
+        """Copies whole units into `out` [C,P,W,...], past the CPU's caches, and returns it."""
         known = self._find(bundle)
         check_array("units", units, INT32, (None,))
         check_output("out", out, bundle.dtype, (len(units), *bundle.shape[1:]))
@@ -239,8 +240,7 @@ class HostPool:
     def _admit(self, bundle: np.ndarray) -> _Known:
         """Checks a bundle and remembers it for as long as it lives; it must not be reshaped in place."""
         check_bundle(bundle)
-        n, parts, rows, width = bundle.shape
-        arena = _Arena(_address(bundle), n, parts, rows, width, DTYPES[bundle.dtype.name], 0)
+        arena = _Arena(_address(bundle), *bundle.shape[:3], row_values(bundle), DTYPES[row_type(bundle)], 0)
         key, table = id(bundle), self._known
 
         def forget(reference: weakref.ref) -> None:

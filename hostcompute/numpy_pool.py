@@ -17,6 +17,7 @@ from hostcompute.checks import (
     outside_error,
 )
 from hostcompute.dense import Dense, DenseCall, dense_ffn, open_products
+from hostcompute.packed import row_values, widened
 from hostcompute.reference import activate, wanted_pairs
 
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -38,7 +39,7 @@ class NumpyPool:
     def ffn(  # noqa: PLR0913  the arrays of one call
         self,
         x: npt.NDArray[np.float32],  # [B,D]
-        bundle: np.ndarray,  # [n,P,W,D]
+        bundle: np.ndarray,  # [n,P,W,D], or packed [n,P,W,groups,bytes]
         units: npt.NDArray[np.int32],  # [C]
         *,
         activation: str,
@@ -53,7 +54,7 @@ class NumpyPool:
         """See `HostPool.ffn`."""
         self._check(bundle, units)
         activation_code(activation, threshold, bundle.shape[1])
-        check_array("x", x, FLOAT32, (None, bundle.shape[3]))
+        check_array("x", x, FLOAT32, (None, row_values(bundle)))
         pairs = (len(x), len(units))
         check_pairs(pairs, bundle.shape[2], live, admit, values, weights)
         marks = np.empty(pairs, np.uint8) if live is None else live
@@ -80,7 +81,7 @@ class NumpyPool:
                 values[at] = h
         y[...] = total
         counts = marks.sum(axis=1, dtype=np.int64) if weights is None else neurons
-        return FfnResult(y, counts, rows_read * bundle.shape[3] * bundle.itemsize)
+        return FfnResult(y, counts, rows_read * bundle[:1, 0, 0].nbytes)
 
     def gather(self, bundle: np.ndarray, units: npt.NDArray[np.int32], out: np.ndarray) -> np.ndarray:
         """See `HostPool.gather`."""
@@ -122,7 +123,7 @@ def _visits(
             if wanted.any():
                 yield np.flatnonzero(wanted), slice(c, c + 1)
         return
-    step = max(1, CHUNK_FLOATS // bundle[0].size) if len(bundle) else 1
+    step = max(1, CHUNK_FLOATS // (bundle.shape[1] * bundle.shape[2] * row_values(bundle))) if len(bundle) else 1
     for at in range(0, count if batch else 0, step):
         yield slice(None), slice(at, at + step)
 
@@ -156,10 +157,11 @@ def _ffn_chunk(
     skip_zeros: bool,
     admit: npt.NDArray[np.uint8] | None,  # [B,C]
 ) -> _Chunk:
-    parts, inner, width = bundle.shape[1:]
+    parts, inner = bundle.shape[1:3]
 
     def rows(part: int, chosen: np.ndarray | slice) -> npt.NDArray[np.float32]:
-        return bundle[units, part].reshape(-1, width)[chosen].astype(np.float32)  # [C*W,D]
+        of_part = bundle[units, part]  # [C,W,D]
+        return widened(of_part.reshape(-1, *of_part.shape[2:])[chosen]).astype(np.float32)  # [C*W,D]
 
     h = activate(x @ rows(0, slice(None)).T, activation, threshold)  # [B,C*W]
     if admit is not None:

@@ -3,6 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
+from hostcompute.packed import widened
+
 
 def activate(g: np.ndarray, activation: str, threshold: float) -> np.ndarray:
     """The activation of the gate, in the dtype of `g`. fatrelu keeps values from the threshold on, unshifted.
@@ -21,7 +23,7 @@ def activate(g: np.ndarray, activation: str, threshold: float) -> np.ndarray:
 
 def ffn_reference(
     x: npt.NDArray[np.float32],  # [B,D]
-    bundle: np.ndarray,  # [n,P,W,D]
+    bundle: np.ndarray,  # [n,P,W,D], or packed [n,P,W,groups,bytes]
     units: npt.NDArray[np.int32],  # [C]
     activation: str,
     threshold: float = 0.0,
@@ -35,7 +37,7 @@ def ffn_reference(
     the row, whatever it holds.
     """
     h, live = values_reference(x, bundle, units, activation, threshold, admit, weights)
-    down = bundle[units, -1].astype(np.float64)  # [C,W,D]
+    down = widened(bundle[units, -1]).astype(np.float64)  # [C,W,D]
     if weights is None:
         return np.einsum("BCW,CWD->BD", h, down), live
     y = np.zeros(x.shape)
@@ -64,7 +66,7 @@ def values_reference(
     """What the down rows are multiplied with, [B,C,W]; and live as `ffn_reference` has it."""
     if activation == "drelu" and bundle.shape[1] != 3:
         raise ValueError(f"bundle must have 3 parts (gate, up, down) with drelu, got {bundle.shape[1]}")
-    chosen = bundle[units].astype(np.float64)  # [C,P,W,D]
+    chosen = widened(bundle[units]).astype(np.float64)  # [C,P,W,D]
     x64 = x.astype(np.float64)
     h = activate(np.einsum("BD,CWD->BCW", x64, chosen[:, 0]), activation, threshold)
     if weights is not None:

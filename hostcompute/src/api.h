@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-constexpr int32_t hc_abi = 6;
+constexpr int32_t hc_abi = 7;
 
 #define HC_API extern "C" __attribute__((visibility("default")))
 
@@ -15,8 +15,8 @@ struct hc_arena {
   int64_t units;
   int64_t parts;  // 3: gate, up, down; 2: up, down
   int64_t rows;   // rows per part: 1 for a neuron, f for an expert
-  int64_t width;  // D
-  int32_t dtype;  // 0 float32, 1 float16, 2 bfloat16
+  int64_t width;  // D, in values
+  int32_t dtype;  // 0 float32, 1 float16, 2 bfloat16, 3 int8, 4 int4: packed rows, see row_bytes in kernels.h
   int32_t padding;
 };
 

@@ -1,6 +1,7 @@
 // Five tokens and more of which every neuron is computed: bound by arithmetic. Tiles of rows and tokens whose operands
 // are in a cache; what is read next is fetched meanwhile, a bit before each tile.
 #include <algorithm>
+#include <numeric>
 
 #include "plan.h"
 
@@ -58,10 +59,14 @@ class Dense {
   Dense(const Plan& plan, float* y, float* values)
       : plan_(plan),
         d_(plan.call.arena.width),
-        element_(plan.row_bytes() / d_),
+        element_(plan.widens() ? sizeof(float) : plan.row_bytes() / d_),
+        tiles_(plan.widens() ? plan.wide_tiles : plan.tiles),
         y_(y),
         h_(values),
-        up_(values + max_block * plan.tokens) {}
+        up_(values + max_block * plan.tokens),
+        wide_(plan.widens() ? values + 3 * max_block * plan.tokens : nullptr) {
+    std::iota(all_, all_ + max_block, 0);
+  }
 
   int64_t compute(int thread) {
     int64_t rows_read = 0;
@@ -69,13 +74,16 @@ class Dense {
       rows_ = plan_.find_rows(block, base_);
       upcoming_ = plan_.find_upcoming(block + plan_.threads, upcoming_base_);
       first_ = plan_.begin(block);
+      bring(0);
       dots(0, h_);
       activate();
       if (plan_.has_gate()) {
+        bring(1);
         dots(1, up_);
         multiply_by_up();
       }
-      plan_.tiles.axpy_block[0] != nullptr ? add_block() : add_tiles();
+      bring(plan_.down());
+      tiles_.axpy_block[0] != nullptr ? add_block() : add_tiles();
       rows_read += static_cast<int64_t>(plan_.call.arena.parts) * rows_;
     }
     return rows_read;
@@ -104,13 +112,21 @@ class Dense {
       for (int r = 0; r < rows_; ++r) plan_.tell(first_ + r, t, h_[t * rows_ + r]);
   }
 
-  // The rows of a part, from a column on.
+  // Makes a part ready for the kernels; packed rows are there until the next part is brought.
+  void bring(int part) const {
+    if (wide_ != nullptr) widen_rows(plan_, base_, part, all_, rows_, wide_);
+  }
+
+  // The rows of a part that was brought, from a column on.
   void find_part(int part, int64_t column, const void** rows) const {
-    for (int r = 0; r < rows_; ++r) rows[r] = base_[r] + part * plan_.part_stride() + column * element_;
+    for (int r = 0; r < rows_; ++r)
+      rows[r] = wide_ != nullptr ? reinterpret_cast<const char*>(wide_ + r * d_ + column)
+                                 : base_[r] + part * plan_.part_stride() + column * element_;
   }
 
   // What is read behind a part of this block: the next part, or the gates of the next block. Returns how many rows.
   int find_next(int part, const void** rows) const {
+    if (wide_ != nullptr) return 0;  // the kernels read what is in a cache
     if (part < plan_.down()) {
       find_part(part + 1, 0, rows);
       return rows_;
@@ -129,7 +145,7 @@ class Dense {
   // result[t * rows_ + r] = x[t] . row r, for all tokens and all neurons of the block.
   void dots(int part, float* result) const {
     const Pieces columns(d_, piece_bytes / element_, line_floats);
-    const Pieces tokens(plan_.tokens, plan_.tiles.wide_dot != nullptr ? wide_tokens : tile);
+    const Pieces tokens(plan_.tokens, tiles_.wide_dot != nullptr ? wide_tokens : tile);
     const void* rows[max_block];
     const void* next[max_block];
     Upcoming upcoming = spread(part, next, columns.count(), columns.count() * tokens.count() * tiles());
@@ -156,10 +172,10 @@ class Dense {
   // Of `tile` rows or one.
   void dot(int n, const void* const* rows, const float* const* x, int tokens, int64_t d, const void* const* next,
            float* out) const {
-    if (tokens <= tile) return plan_.tiles.dot[n != 1][tokens - 1](rows, x, d, next, out);
-    if (n == tile) return plan_.tiles.wide_dot(rows, x, d, next, out);
-    plan_.tiles.dot[0][tile - 1](rows, x, d, next, out);
-    plan_.tiles.dot[0][0](rows, x + tile, d, nullptr, out + tile);
+    if (tokens <= tile) return tiles_.dot[n != 1][tokens - 1](rows, x, d, next, out);
+    if (n == tile) return tiles_.wide_dot(rows, x, d, next, out);
+    tiles_.dot[0][tile - 1](rows, x, d, next, out);
+    tiles_.dot[0][0](rows, x + tile, d, nullptr, out + tile);
   }
 
   void add_block() const {
@@ -174,7 +190,7 @@ class Dense {
       for (int t = 0; t < tokens.size(group); ++t) y[t] = plan_.y(y_, t0 + t);
       const int64_t from = fetched * group / tokens.count();
       const int64_t some = std::min<int64_t>(rows_, fetched * (group + 1) / tokens.count() - from);
-      plan_.tiles.axpy_block[tokens.size(group) - 1](
+      tiles_.axpy_block[tokens.size(group) - 1](
           {rows, rows_, h_ + t0 * rows_, rows_, d_, next + from, static_cast<int>(some), y});
     }
   }
@@ -197,7 +213,7 @@ class Dense {
           float h[tile * tile];
           for (int r = 0; r < n; ++r)
             for (int t = 0; t < some; ++t) h[r * some + t] = h_[(t0 + t) * rows_ + r0 + r];
-          plan_.tiles.axpy[n != 1][some - 1](rows + r0, h, columns.size(c), upcoming.take(), y);
+          tiles_.axpy[n != 1][some - 1](rows + r0, h, columns.size(c), upcoming.take(), y);
         }
       }
     }
@@ -206,10 +222,13 @@ class Dense {
   const Plan& plan_;
   const int64_t d_;
   const int64_t element_;  // bytes
+  const Tiles& tiles_;
   float* const y_;
   float* const h_;   // [tokens, rows_]: gate, then its activation, then times up
   float* const up_;  // [tokens, rows_]
+  float* const wide_;  // [rows_, D] of the part that was brought; null where the kernels read the rows as they are
   const char* base_[max_block];
+  int all_[max_block];  // 0, 1, 2, ...
   const char* upcoming_base_[max_block];  // gates of the block that is read next
   int64_t first_ = 0;                     // neuron of the block
   int rows_ = 0;

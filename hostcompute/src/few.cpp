@@ -10,9 +10,17 @@
 
 namespace {
 
-constexpr int look_up_ahead = 4;  // rows
-constexpr int64_t fetch_ahead = 8192;  // bytes; at least one row
+constexpr int look_up_ahead = 12;  // rows
+// How far ahead rows are fetched: bytes, at least one row, at most so many. Packed rows are read as fast as memory
+// gives them only if more of them are on their way.
+constexpr int64_t fetch_ahead = 8192;
+constexpr int most_ahead = 4;
+constexpr int64_t packed_ahead = 20480;
+constexpr int most_packed_ahead = 8;
+constexpr int64_t short_bytes = 4096;  // packed rows that are shorter are read in pairs
 constexpr int64_t page = 4096;
+constexpr int64_t line = 64;
+constexpr int64_t line_floats = line / sizeof(float);
 
 struct Block {
   int64_t first;  // neuron
@@ -27,12 +35,12 @@ struct Block {
 class Order {
  public:
   void clear() { count_ = at_ = 0; }
-  void add(const char* row) { rows_[count_++] = row; }
-  void end() { std::fill_n(rows_ + count_, look_up_ahead, nullptr); }
-  const char* const* take() { return rows_ + at_++; }  // [0]: the row, [1]: the one behind it, ...
+  void add(const void* row) { rows_[count_++] = row; }
+  void end() { std::fill_n(rows_ + count_, look_up_ahead + pair, nullptr); }
+  const void* const* take(int n) { return rows_ + std::exchange(at_, at_ + n); }  // those, and behind them the next
 
  private:
-  const char* rows_[3 * max_block + 2 * look_up_ahead];
+  const void* rows_[3 * max_block + 2 * look_up_ahead + pair];
   int count_ = 0;
   int at_ = 0;
 };
@@ -43,14 +51,21 @@ class Few {
       : plan_(plan),
         d_(plan.call.arena.width),
         tokens_(static_cast<int>(plan.tokens)),
-        ahead_(static_cast<int>(std::clamp<int64_t>(fetch_ahead / plan.row_bytes(), 1, look_up_ahead))) {
-    for (int t = 0; t < tokens_; ++t) {
-      x_[t] = plan.x(t);
-      y_[t] = plan.y(y, t);
-    }
+        pairs_(is_packed(plan.call.arena.dtype) && plan.row_bytes() < short_bytes),
+        ahead_(static_cast<int>(is_packed(plan.call.arena.dtype)
+                                    ? std::clamp<int64_t>(packed_ahead / plan.row_bytes() + 1, 2, most_packed_ahead)
+                                    : std::clamp<int64_t>(fetch_ahead / plan.row_bytes(), 1, most_ahead))) {
     for (Block& block : blocks_) {
       block.h = values;
       values += max_block * tokens_;
+    }
+    for (int t = 0; t < tokens_; ++t) {
+      x_[t] = plan.x(t);
+      y_[t] = plan.y(y, t);
+      if (reinterpret_cast<uintptr_t>(x_[t]) % line == 0) continue;
+      std::copy_n(x_[t], d_, values);  // half of all loads would cross the border of two cache lines
+      x_[t] = values;
+      values += (d_ + line_floats - 1) / line_floats * line_floats;
     }
   }
 
@@ -98,68 +113,84 @@ class Few {
 
   void read_gates(Block* block) {
     block->count = 0;
-    for (int r = 0; r < block->rows; ++r) {
-      float* h = block->h + block->count * tokens_;
-      dot(h);
-      bool needed = !plan_.skip;
-      for (int t = 0; t < tokens_; ++t) {
-        h[t] = plan_.activate(block->first + r, t, h[t]);
-        needed = needed || h[t] != 0;
+    for (int first = 0, n; first < block->rows; first += n) {
+      n = together(block->rows - first);
+      float gates[pair * few_tokens];
+      dot(n, gates);
+      for (int r = 0; r < n; ++r) {
+        float* h = block->h + block->count * tokens_;
+        bool needed = !plan_.skip;
+        for (int t = 0; t < tokens_; ++t) {
+          h[t] = plan_.activate(block->first + first + r, t, gates[r * tokens_ + t]);
+          needed = needed || h[t] != 0;
+        }
+        if (needed) block->needed[block->count++] = first + r;
       }
-      if (needed) block->needed[block->count++] = r;
     }
   }
 
   void read_ups(Block* block) {
     const int ups = std::exchange(block->count, 0);
-    for (int i = 0; i < ups; ++i) {
-      const float* gate = block->h + i * tokens_;
-      float* h = block->h + block->count * tokens_;
-      const int r = block->needed[i];
-      float up[few_tokens];
-      dot(up);
-      bool needed = !plan_.up_decides();
-      for (int t = 0; t < tokens_; ++t) {
-        h[t] = plan_.times_up(block->first + r, t, gate[t], up[t]);
-        needed = needed || h[t] != 0;
+    for (int first = 0, n; first < ups; first += n) {
+      n = together(ups - first);
+      float up[pair * few_tokens];
+      dot(n, up);
+      for (int i = 0; i < n; ++i) {
+        const float* gate = block->h + (first + i) * tokens_;
+        float* h = block->h + block->count * tokens_;
+        const int r = block->needed[first + i];
+        bool needed = !plan_.up_decides();
+        for (int t = 0; t < tokens_; ++t) {
+          h[t] = plan_.times_up(block->first + r, t, gate[t], up[i * tokens_ + t]);
+          needed = needed || h[t] != 0;
+        }
+        if (needed) block->needed[block->count++] = r;
       }
-      if (needed) block->needed[block->count++] = r;
     }
   }
 
   void read_downs(const Block& block) {
-    for (int i = 0; i < block.count; ++i) {
-      const Step step = next_step();
-      const float* h = block.h + i * tokens_;
-      for (int t = 0; t < tokens_; ++t) plan_.tell(block.first + block.needed[i], t, h[t]);
-      plan_.tiles.axpy[0][tokens_ - 1](&step.row, h, d_, step.next(), y_);
+    for (int first = 0, n; first < block.count; first += n) {
+      n = together(block.count - first);
+      const Step step = next_step(n);
+      const float* h = block.h + first * tokens_;
+      for (int i = 0; i < n; ++i)
+        for (int t = 0; t < tokens_; ++t) plan_.tell(block.first + block.needed[first + i], t, h[i * tokens_ + t]);
+      const AxpyTile kernel = n == 1 ? plan_.tiles.axpy[0][tokens_ - 1] : plan_.tiles.pair_axpy[tokens_ - 1];
+      kernel(step.rows, h, d_, step.next, y_);
     }
   }
 
-  void dot(float* out) {
-    const Step step = next_step();
-    plan_.tiles.dot[0][tokens_ - 1](&step.row, x_, d_, step.next(), out);
+  // How many of the rows that are left one call of a kernel reads.
+  int together(int left) const { return pairs_ && left >= pair ? pair : 1; }
+
+  void dot(int n, float* out) {
+    const Step step = next_step(n);
+    const DotTile kernel = n == 1 ? plan_.tiles.dot[0][tokens_ - 1] : plan_.tiles.pair_dot[tokens_ - 1];
+    kernel(step.rows, x_, d_, step.next, out);
   }
 
   struct Step {
-    const void* row;
-    const void* following;
-    const void* const* next() const { return following == nullptr ? nullptr : &following; }
+    const void* const* rows;
+    const void* const* next;  // as many to fetch meanwhile, or null
   };
 
-  // Also starts the translation of a later row's addresses: an unknown page costs as much as a kilobyte.
-  Step next_step() {
-    const char* const* rows = order_.take();
-    if (const char* later = rows[look_up_ahead]; later != nullptr) {
+  // Also starts the translation of later rows' addresses: an unknown page costs as much as a kilobyte.
+  Step next_step(int n) {
+    const void* const* rows = order_.take(n);
+    for (int r = 0; r < n; ++r) {
+      const char* later = static_cast<const char*>(rows[look_up_ahead + r]);
+      if (later == nullptr) break;
       for (int64_t at = 0; at < plan_.row_bytes(); at += page) __builtin_prefetch(later + at);
       __builtin_prefetch(later + plan_.row_bytes() - 1);
     }
-    return {rows[0], rows[ahead_]};
+    return {rows, rows[ahead_ + n - 1] == nullptr ? nullptr : rows + ahead_};
   }
 
   const Plan& plan_;
   const int64_t d_;
   const int tokens_;
+  const bool pairs_;
   const int ahead_;  // how many rows on the one is that is fetched
   const float* x_[few_tokens];
   float* y_[few_tokens];

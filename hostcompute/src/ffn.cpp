@@ -58,14 +58,14 @@ void reduce(Job& job) {
 
 }  // namespace
 
-int64_t row_bytes(const hc_arena& arena) { return arena.width * (arena.dtype == 0 ? 4 : 2); }
+int64_t row_bytes(const hc_arena& arena) { return row_bytes(arena.dtype, arena.width); }
 
 void ffn(Pool& pool, const Kernels& kernels, const FfnCall& call) {
   if (call.batch == 0) {
     call.totals[0] = 0;
     return;
   }
-  const int64_t floats = sum_floats(call) + block_values * max_block * call.batch;
+  const int64_t floats = sum_floats(call) + value_floats(call.arena, call.batch);
   for (int thread = 0; thread < pool.threads(); ++thread) pool.scratch(thread).reserve(floats * sizeof(float));
   const int64_t marks = call.batch * call.count;
   uint8_t* live = call.live;

@@ -4,7 +4,15 @@
 #include <cstdint>
 
 constexpr int tile = 4;  // weight rows, and tokens, that one kernel call handles at most
-constexpr int dtypes = 3;
+constexpr int pair = 2;  // packed rows, and tokens, where memory sets the pace
+constexpr int dtypes = 5;
+constexpr int group_columns = 32;  // that share a scale in a packed row
+
+// dtype as in hc_arena. A packed row has the codes of all groups, see lowbit.h, and behind them their float16 scales.
+constexpr bool is_packed(int32_t dtype) { return dtype >= 3; }
+constexpr int64_t row_bytes(int32_t dtype, int64_t width) {
+  return is_packed(dtype) ? width / group_columns * (dtype == 3 ? 34 : 18) : width * (dtype == 0 ? 4 : 2);
+}
 
 // out[r * T + t] = rows[r] . x[t] over d elements. `next`: null, or as many rows to prefetch meanwhile.
 using DotTile = void (*)(const void* const* rows, const float* const* x, int64_t d, const void* const* next,
@@ -29,19 +37,25 @@ using AxpyBlock = void (*)(const BlockSum& sum);
 constexpr int block_tokens = 6;        // that one call handles at most
 constexpr int wide_tokens = tile + 1;  // one more, and compilers spill registers
 
+// to = the columns from `begin` to `end` of a row of d; of packed rows whole groups.
+using WidenRow = void (*)(const void* row, int64_t d, int64_t begin, int64_t end, float* to);
+
 // [0]: one row, [1]: `tile` rows; then [T - 1]. One row at a time keeps the memory busiest, several do more
 // with what is in a cache.
 struct Tiles {
   DotTile dot[2][tile];
   AxpyTile axpy[2][tile];
-  // Null where the CPU has too few registers for them to be worth while.
+  // Null where the CPU has too few registers for them to be worth while, and for packed rows, which are widened first.
   DotTile wide_dot;  // of `tile` rows and `wide_tokens`
   AxpyBlock axpy_block[block_tokens];
+  WidenRow widen;
+  // Of `pair` packed rows; then [T - 1]. Null for others, which are long enough to be read one by one.
+  DotTile pair_dot[pair];
+  AxpyTile pair_axpy[pair];
 };
 
 constexpr int panel_rows(int bits) { return bits <= 2 ? 64 : 128 / bits; }  // that one kernel call handles at most
 constexpr int panel_tokens = 2;  // at most
-constexpr int group_columns = 32;
 
 // What a kernel wants to know of a token, `prepared_floats` for each group. Of 1 and 2 bits: for every four bits of the
 // codes, from the lowest ones of the first byte on, a table of what each value of theirs adds to the product, so that

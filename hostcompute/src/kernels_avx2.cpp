@@ -27,6 +27,7 @@ struct Simd {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p)), 16));
   }
   static void store(float* p, reg value) { _mm256_storeu_ps(p, value); }
+  static reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
   static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
   static reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
   static float sum(reg value) {
@@ -46,6 +47,8 @@ struct Simd {
   }
   static reg nibble(ints words) { return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(0xf))); }
   static reg byte(ints words) { return _mm256_cvtepi32_ps(words); }
+  static reg nibble_level(ints words) { return _mm256_sub_ps(nibble(words), _mm256_set1_ps(7.5f)); }
+  static reg byte_levels(const uint8_t* bytes) { return _mm256_sub_ps(byte(widen(bytes)), _mm256_set1_ps(127.5f)); }
   static reg quads(const float* from, int64_t stride) {
     const reg low = _mm256_castps128_ps256(_mm_loadu_ps(from));
     return _mm256_insertf128_ps(low, _mm_loadu_ps(from + 4 * stride), 1);
@@ -74,7 +77,9 @@ struct Simd {
 
 }  // namespace
 
+#include "common_impl.h"
 #include "lowbit_impl.h"
+#include "packed_impl.h"
 #include "kernels_impl.h"
 
 const Kernels avx2_kernels = make_kernels("avx2");

@@ -30,6 +30,7 @@ struct Simd {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(p)), 16));
   }
   static void store(float* p, reg value) { _mm512_storeu_ps(p, value); }
+  static reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
   static reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
   static float sum(reg value) { return _mm512_reduce_add_ps(value); }
@@ -43,6 +44,11 @@ struct Simd {
     return _mm512_permutexvar_ps(words, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   }
   static reg byte(ints words) { return _mm512_cvtepi32_ps(words); }
+  static reg nibble_level(ints words) {
+    return _mm512_permutexvar_ps(words, _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f, 0.5f,
+                                                       1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f));
+  }
+  static reg byte_levels(const uint8_t* bytes) { return _mm512_sub_ps(byte(widen(bytes)), _mm512_set1_ps(127.5f)); }
   static reg quads(const float* from, int64_t stride) {
     reg result = _mm512_castps128_ps512(_mm_loadu_ps(from));
     result = _mm512_insertf32x4(result, _mm_loadu_ps(from + 4 * stride), 1);
@@ -70,7 +76,9 @@ struct Simd {
 
 }  // namespace
 
+#include "common_impl.h"
 #include "lowbit_impl.h"
+#include "packed_impl.h"
 #include "kernels_impl.h"
 
 const Kernels avx512_kernels = make_kernels("avx512");

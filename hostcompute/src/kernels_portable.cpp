@@ -30,6 +30,7 @@ struct Simd {
     return reg{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
   }
   static void store(float* p, reg value) { std::memcpy(p, &value, sizeof value); }
+  static reg mul(reg a, reg b) { return a * b; }
   static reg add(reg a, reg b) { return a + b; }
   static reg fma(reg a, reg b, reg c) { return a * b + c; }
   static float sum(reg value) { return (value[0] + value[2]) + (value[1] + value[3]); }
@@ -51,6 +52,8 @@ struct Simd {
   }
   static reg nibble(ints words) { return __builtin_convertvector(words & 0xf, reg); }
   static reg byte(ints words) { return __builtin_convertvector(words, reg); }
+  static reg nibble_level(ints words) { return nibble(words) - 7.5f; }
+  static reg byte_levels(const uint8_t* bytes) { return byte(widen(bytes)) - 127.5f; }
   static reg quads(const float* from, int64_t) { return load(from); }
   static void transpose(reg* rows) {
     const reg copy[width] = {rows[0], rows[1], rows[2], rows[3]};
@@ -62,7 +65,9 @@ struct Simd {
 
 }  // namespace
 
+#include "common_impl.h"
 #include "lowbit_impl.h"
+#include "packed_impl.h"
 #include "kernels_impl.h"
 
 const Kernels portable_kernels = make_kernels("portable");

@@ -36,8 +36,7 @@ class Matmul {
         call_(call),
         tiles_(kernels.tiles[call.dtype]),
         wide_tiles_(kernels.tiles[0]),
-        element_(call.dtype == 0 ? 4 : 2),
-        row_bytes_(call.width * element_),
+        row_bytes_(row_bytes(call.dtype, call.width)),
         few_(call.tokens <= few_tokens),
         size_(piece_size()),
         pieces_(ceil_div(few_ || !call.sum_rows ? call.rows : call.width, size_)) {}
@@ -63,7 +62,7 @@ class Matmul {
     if (!call_.sum_rows) return few_ ? std::max<int64_t>(1, piece_bytes / row_bytes_) : dot_rows;
     if (!few_) {
       const int64_t stripes = round_up(ceil_div(call_.width, sum_columns), 8);
-      return std::max(least_sum_columns, round_up(ceil_div(call_.width, stripes), 2 * line_floats));
+      return std::max(least_sum_columns, round_up(ceil_div(call_.width, stripes), group_columns));
     }
     const int64_t sums = std::clamp<int64_t>(call_.rows * row_bytes_ / least_sum_bytes, 1, most_sums);
     return ceil_div(call_.rows, sums);
@@ -71,7 +70,7 @@ class Matmul {
 
   // Floats that a thread needs for many tokens: widened weights, and the sums of a piece.
   int64_t scratch_floats() const {
-    return call_.sum_rows ? (sum_rows + call_.tokens) * size_ : size_ * (dot_columns + line_floats);
+    return call_.sum_rows ? (sum_rows + call_.tokens) * size_ : size_ * (dot_columns + group_columns);
   }
   int64_t sum_floats() const { return round_up(call_.tokens * call_.width, line_floats); }
   float* sum(int64_t piece) const { return static_cast<float*>(pool_.shared_scratch().data()) + piece * sum_floats(); }
@@ -162,19 +161,17 @@ class Matmul {
     }
   }
 
-  // Part of a row as float32: added to nothing.
+  // Some columns of a row as float32.
   void widen(int64_t r, int64_t column, int64_t count, float* to) const {
-    const void* from = row(r) + column * element_;
-    const float one = 1;
-    std::memset(to, 0, count * sizeof(float));
-    tiles_.axpy[0][0](&from, &one, count, nullptr, &to);
+    tiles_.widen(row(r), call_.width, column, column + count, to);
   }
 
   void many_dots(int64_t begin, int64_t end, float* wide) const {
     const int64_t parts = ceil_div(call_.width, dot_columns);
     for (int64_t part = 0; part < parts; ++part) {
-      const int64_t column = call_.width * part / parts / line_floats * line_floats;
-      const int64_t stop = part + 1 == parts ? call_.width : call_.width * (part + 1) / parts / line_floats * line_floats;
+      const auto cut = [&](int64_t p) { return call_.width * p / parts / group_columns * group_columns; };
+      const int64_t column = cut(part);
+      const int64_t stop = part + 1 == parts ? call_.width : cut(part + 1);
       const int64_t columns = stop - column;
       for (int64_t r = begin; r < end; ++r) widen(r, column, columns, wide + (r - begin) * columns);
       for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) add_dots(begin, end, t0, column, columns, wide);
@@ -235,7 +232,6 @@ class Matmul {
   const MatmulCall& call_;
   const Tiles& tiles_;
   const Tiles& wide_tiles_;
-  const int64_t element_;
   const int64_t row_bytes_;
   const bool few_;
   const int64_t size_;  // rows of a piece; columns, where many tokens sum rows

@@ -7,7 +7,7 @@
 struct MatmulCall {
   const float* x;  // [tokens, width]; to sum rows [tokens, rows]
   int64_t tokens;
-  const void* weights;  // [rows, width]
+  const void* weights;  // [rows, width], or packed rows of so many values
   int64_t rows;
   int64_t width;
   int32_t dtype;

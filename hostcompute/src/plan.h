@@ -15,9 +15,14 @@
 #include "kernels.h"
 
 constexpr int max_block = 64;  // neurons
-constexpr int block_values = 3;  // values of a neuron and a token that a thread has room for
 constexpr int few_tokens = 2;  // from more on, x and y no longer fit into the first cache beside the weights
 constexpr int many_tokens = tile;  // with more, arithmetic takes as long as reading the weights, and longer
+
+inline bool widens(const hc_arena& arena, int64_t tokens) { return is_packed(arena.dtype) && tokens > many_tokens; }
+
+// What a thread needs for a block beside its sums: three values of each neuron and token, and either its rows, widened,
+// or copies of x.
+int64_t value_floats(const hc_arena& arena, int64_t tokens);
 
 // A row of x that wants a unit.
 struct Guest {
@@ -44,6 +49,7 @@ class Plan {
 
   const FfnCall& call;
   const Tiles& tiles;
+  const Tiles& wide_tiles;  // of float32 rows
   const int threads;
   const int64_t tokens;
   uint8_t* const live;  // [batch, count], zeroed; with a visit it may be null
@@ -68,6 +74,8 @@ class Plan {
   int64_t row_bytes() const { return row_bytes_; }
 
   bool routed() const { return visit_ != nullptr; }  // all tokens want all neurons
+  // Packed rows are widened to float32 before they meet so many tokens.
+  bool widens() const { return ::widens(call.arena, tokens); }
   bool up_decides() const { return skip && call.activation == drelu; }  // which down rows are needed
 
   // The activation of a neuron's gate for a token, zero where the token does not admit the neuron's unit; the unit is
@@ -131,8 +139,11 @@ class Plan {
   int64_t row_bytes_;
 };
 
+// The part's rows of the listed neurons of a block, as float32: that of neuron list[i] into `wide` at list[i] * width.
+void widen_rows(const Plan& plan, const char* const* base, int part, const int* list, int count, float* wide);
+
 // All add this thread's share of the answer to y and return the number of weight rows read. `values` has room for
-// block_values * max_block * tokens floats.
+// value_floats.
 int64_t compute_few(const Plan& plan, int thread, float* y, float* values);    // tokens <= few_tokens
 int64_t compute_many(const Plan& plan, int thread, float* y, float* values);
 int64_t compute_dense(const Plan& plan, int thread, float* y, float* values);  // the plan does not skip

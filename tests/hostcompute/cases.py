@@ -9,10 +9,12 @@ import pytest
 from hypothesis import strategies as st
 
 from hostcompute import HostPool, NumpyPool, ffn_reference
+from hostcompute.packed import GROUP, GROUP_BYTES, is_packed, unpack
 from hostcompute.reference import values_reference, wanted_pairs
 
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+TYPES = (*DTYPES, *GROUP_BYTES)  # the packed ones by name
 
 
 def make_pool(isa: str, threads: int) -> HostPool:
@@ -30,7 +32,7 @@ def make_pool(isa: str, threads: int) -> HostPool:
 @dataclass(frozen=True, eq=False)
 class Case:
     x: np.ndarray  # [B,D]
-    bundle: np.ndarray  # [n,P,W,D]
+    bundle: np.ndarray  # [n,P,W,D], or packed
     units: np.ndarray  # [C]
     activation: str
     threshold: float
@@ -46,8 +48,8 @@ class Case:
 
     def neurons(self) -> "Case":
         """The same with each inner row a unit, which changes nothing but what is counted."""
-        n, parts, inner, width = self.bundle.shape
-        rows = self.bundle.transpose(0, 2, 1, 3).reshape(n * inner, parts, 1, width)
+        n, parts, inner, *row = self.bundle.shape
+        rows = self.bundle.swapaxes(1, 2).reshape(n * inner, parts, 1, *row)
         units = (self.units[:, None] * inner + np.arange(inner)).ravel()
         marks = [None if one is None else np.repeat(one, inner, axis=1) for one in (self.admit, self.weights)]
         return replace(self, bundle=rows, units=units, admit=marks[0], weights=marks[1])
@@ -58,7 +60,7 @@ class Case:
 
     def tolerance(self) -> float:
         """What rounding in float32 may add up to: a few parts in a million of the sum of all terms' sizes."""
-        sizes = np.abs(self.bundle.astype(np.float64))
+        sizes = np.abs(unpack(self.bundle) if is_packed(self.bundle) else self.bundle.astype(np.float64))
         weights = None if self.weights is None else np.abs(self.weights)
         y, _ = ffn_reference(np.abs(self.x), sizes, self.units, self.activation, weights=weights)
         return 3e-6 * float(y.max(initial=1.0))
@@ -70,16 +72,31 @@ def make_case(
     batch: int,
     shape: tuple[int, int, int, int],  # [n,P,W,D]
     count: int,
-    dtype: type = np.float32,
+    dtype: type | str = np.float32,
     activation: str = "relu",
     threshold: float = 0.0,
 ) -> Case:
-    """Eighths times quarters: every product and sum of a gate or an up is exact. Some units may come twice."""
+    """Eighths times quarters: every product and sum of a gate or an up is exact. Some units may come twice.
+
+    Packed rows are as wide as the groups that D takes.
+    """
     rng = np.random.default_rng(seed)
-    x = rng.integers(-8, 9, (batch, shape[3])).astype(np.float32) / 4
-    bundle = (rng.integers(-8, 9, shape) / 8).astype(dtype)
+    width = -(-shape[3] // GROUP) * GROUP if isinstance(dtype, str) else shape[3]
+    x = rng.integers(-8, 9, (batch, width)).astype(np.float32) / 4
+    bundle = (
+        pack_random(rng, shape, dtype) if isinstance(dtype, str) else (rng.integers(-8, 9, shape) / 8).astype(dtype)
+    )
     units = rng.integers(0, shape[0], count).astype(np.int32)
     return Case(x, bundle, units, activation, threshold)
+
+
+def pack_random(rng: np.random.Generator, shape: tuple[int, int, int, int], name: str) -> np.ndarray:
+    """Values of at most one, and scales that are powers of two, so that sums are exact: [n,P,W,groups,bytes]."""
+    groups, size = -(-shape[3] // GROUP), GROUP_BYTES[name]
+    codes = rng.integers(0, 256, (*shape[:3], groups * (size - 2)), np.uint8)
+    smallest = {"int8": -9, "int4": -5}[name]
+    scales = np.exp2(rng.integers(smallest, smallest + 3, (*shape[:3], groups))).astype(np.float16)
+    return np.concatenate([codes, scales.view(np.uint8)], axis=3).reshape(*shape[:3], groups, size)
 
 
 @st.composite
@@ -96,7 +113,7 @@ def cases(draw: st.DrawFn) -> Case:
         batch=batch,
         shape=(neurons, 3 if activation == "drelu" else draw(st.sampled_from([2, 3])), inner, width),
         count=draw(st.sampled_from([0, 1, 3, neurons])),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=draw(st.sampled_from(TYPES)),
         activation=activation,
         threshold=draw(st.sampled_from([0.0, 0.5, 2.0])) if activation == "fatrelu" else 0.0,
     )
@@ -157,7 +174,7 @@ def bytes_needed(case: Case, *, skip_zeros: bool) -> int:
         for one in (single, by_gate)
     )
     rows = wanted.sum() + (ups if case.bundle.shape[1] == 3 else 0) + downs
-    return int(rows) * case.bundle.shape[3] * case.bundle.itemsize
+    return int(rows) * case.bundle[:1, 0, 0].nbytes
 
 
 def task_count() -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from hostcompute import HostPool, NumpyPool
 from hostcompute.reference import values_reference
-from tests.hostcompute.cases import DTYPES, ISAS, Case, admitting, check, make_case
+from tests.hostcompute.cases import ISAS, TYPES, Case, admitting, check, make_case
 
 KINDS = [("relu", 2), ("relu", 3), ("fatrelu", 3), ("silu", 2), ("silu", 3), ("drelu", 3)]
 
@@ -34,7 +34,7 @@ def each(request: pytest.FixtureRequest, pool_of: Callable[[str, int], HostPool]
 
 @pytest.mark.parametrize("skip_zeros", [True, False])
 @pytest.mark.parametrize("batch", [1, 2, 3, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("activation", "parts"), KINDS)
 def test_admission_and_values_equal_the_reference(each, dtype, activation, parts, batch, skip_zeros):
     check(each, case_of(activation, parts, batch=batch, dtype=dtype), skip_zeros=skip_zeros)

@@ -9,7 +9,7 @@ import pytest
 
 from hostcompute import HostPool, NumpyPool, blas, dense, library, onednn, open_pool
 from hostcompute.ffi import HostTable
-from tests.hostcompute.cases import DTYPES, Case, admitting, make_case, routed
+from tests.hostcompute.cases import DTYPES, TYPES, Case, admitting, make_case, routed
 
 KINDS = [("relu", 2), ("relu", 3), ("fatrelu", 3), ("silu", 2), ("silu", 3), ("drelu", 3)]
 
@@ -46,7 +46,7 @@ def run(pool: HostPool | NumpyPool, case: Case, **options):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 9, 70])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("activation", "parts"), KINDS)
 def test_it_equals_the_reference(each, dtype, activation, parts, batch):
     case = case_of(activation, parts, batch=batch, dtype=dtype)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hostcompute import HostPool, NumpyPool, ffn_reference
-from tests.hostcompute.cases import DTYPES, ISAS, Case, admitting, cases, check, make_case, routed
+from tests.hostcompute.cases import DTYPES, ISAS, TYPES, Case, admitting, cases, check, make_case, routed
 
 PROPERTY = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, print_blob=True
@@ -66,7 +66,7 @@ def test_numpy_pool_equals_the_reference(case, skip_zeros):
 
 @pytest.mark.parametrize("skip_zeros", [True, False])
 @pytest.mark.parametrize("batch", [1, 4, 40])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("activation", "parts"), KINDS)
 def test_experts_of_every_form(each, dtype, activation, parts, batch, skip_zeros):
     check(each, case_of(activation, parts, batch=batch, dtype=dtype), skip_zeros=skip_zeros)

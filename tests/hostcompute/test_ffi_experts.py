@@ -10,7 +10,7 @@ import pytest
 from hostcompute import HostPool, unit_weights
 from hostcompute.callback import CallbackSlot, cold_experts_callback
 from hostcompute.ffi import EXPERTS, HostTable, cold_experts_ffi, unavailable
-from tests.hostcompute.cases import DTYPES, Case, make_case
+from tests.hostcompute.cases import TYPES, Case, make_case
 
 PROGRAM_FAILED = (jax.errors.JaxRuntimeError, ValueError)  # the latter from a program that ran before
 EXPERT_COUNT, CHOICES = 12, 3
@@ -74,7 +74,7 @@ def handler() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 6, 50])
 @pytest.mark.parametrize("activation", ["relu", "drelu", "silu"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 def test_it_equals_the_pool_bit_for_bit(pool, dtype, activation, batch):
     one = routed_case(1, batch=batch, activation=activation, dtype=dtype)
     table, case, weights = table_of(pool, one), one.case, one.unit_weights()

@@ -13,7 +13,7 @@ import pytest
 
 from hostcompute import HostPool, NumpyPool, library
 from hostcompute.ffi import TARGET, HostTable, cold_ffn_ffi, unavailable
-from tests.hostcompute.cases import DTYPES, Case, make_case
+from tests.hostcompute.cases import TYPES, Case, make_case
 
 needs_ffi = pytest.mark.usefixtures("handler")
 PROGRAM_FAILED = (jax.errors.JaxRuntimeError, ValueError)  # the latter from a program that ran before
@@ -67,7 +67,7 @@ def test_it_is_available_where_the_library_is():
 @pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("activation", ["relu", "drelu", "silu"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 def test_it_equals_the_pool_bit_for_bit(pool, dtype, activation, batch, marks):
     case = make_case(1, batch=batch, shape=(90, 3, 1, 40), count=80, dtype=dtype, activation=activation)
     active = MARKS[marks](batch)
@@ -248,7 +248,10 @@ def test_a_wrong_operand_is_named_while_tracing(table, case, message, bad):
         ("arenas must have 1 layers, got 0", {"arenas": []}),
         ("units_by_layer must have 1 layers, got 2", {"units_by_layer": [np.zeros(1, np.int32)] * 2}),
         ("units must be int32, got int64", {"units_by_layer": [np.arange(3)]}),
-        ("bundle must be float32, float16 or bfloat16, got int8", {"arenas": [np.zeros((2, 3, 1, 16), np.int8)]}),
+        (
+            "bundle must be float32, float16 or bfloat16, or packed in uint8, got int8",
+            {"arenas": [np.zeros((2, 3, 1, 16), np.int8)]},
+        ),
         ("with drelu, got 2", {"arenas": [np.zeros((2, 2, 1, 16), np.float16)], "activation": "drelu"}),
         ("activation must be one of", {"activation": "gelu"}),
         ("threshold must be 0", {"threshold": 1.0}),

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hostcompute import HostPool, NumpyPool
-from tests.hostcompute.cases import DTYPES, ISAS, Case, cases, check, make_case
+from tests.hostcompute.cases import DTYPES, ISAS, TYPES, Case, cases, check, make_case
 
 PROPERTY = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, print_blob=True
@@ -33,7 +33,7 @@ def test_numpy_pool_equals_the_reference(case, skip_zeros):
 
 @pytest.mark.parametrize("skip_zeros", [True, False])
 @pytest.mark.parametrize("batch", [1, 2, 3, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("isa", [*ISAS, "numpy"])
 @pytest.mark.parametrize(("activation", "parts"), [("relu", 2), ("relu", 3), ("drelu", 3)])
 def test_relu_and_drelu_of_every_form(pool_of, isa, dtype, activation, parts, batch, skip_zeros):

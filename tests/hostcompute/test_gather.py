@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hostcompute import NumpyPool, gather_reference
-from tests.hostcompute.cases import DTYPES, ISAS, make_case
+from tests.hostcompute.cases import ISAS, TYPES, make_case
 
 PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 
@@ -16,7 +16,7 @@ PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.function_s
     seed=st.integers(0, 2**32 - 1),
     unit=st.tuples(st.sampled_from([1, 3]), st.one_of(st.integers(1, 70), st.just(1000))),  # (W, D)
     count=st.sampled_from([0, 1, 2, 20]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(TYPES),
     offset=st.sampled_from([0, 4, 32, 60]),
 )
 def test_gather_equals_the_reference(pool_of, isa, threads, seed, unit, count, dtype, offset):
@@ -25,7 +25,7 @@ def test_gather_equals_the_reference(pool_of, isa, threads, seed, unit, count, d
     wanted = gather_reference(case.bundle, case.units)
     raw = np.full(wanted.nbytes + offset + 128, 0xA5, np.uint8)
     begin = -raw.ctypes.data % 64 + offset
-    out = raw[begin : begin + wanted.nbytes].view(dtype).reshape(wanted.shape)
+    out = raw[begin : begin + wanted.nbytes].view(wanted.dtype).reshape(wanted.shape)
     pool = NumpyPool(threads) if isa == "numpy" else pool_of(isa, threads)
     assert pool.gather(case.bundle, case.units, out) is out
     np.testing.assert_array_equal(out, wanted)

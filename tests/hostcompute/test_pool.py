@@ -30,8 +30,20 @@ BAD_CALLS = {
     "x must have shape [any, 8], got [2, 7]": {"x": CASE.x[:, :7].copy()},
     "x must have shape [any, 8], got [8]": {"x": CASE.x[0]},
     "x must be C-contiguous": {"x": np.asfortranarray(CASE.x)},
-    "bundle must be float32, float16 or bfloat16, got int8": {"bundle": CASE.bundle.astype(np.int8)},
-    "bundle must be float32, float16 or bfloat16, got >f4": {"bundle": CASE.bundle.astype(">f4")},
+    "bundle must be float32, float16 or bfloat16, or packed in uint8, got int8": {
+        "bundle": CASE.bundle.astype(np.int8)
+    },
+    "a packed bundle must be uint8 [n,P,W,groups,34 (int8) or 18 (int4)], got shape (6, 3, 1, 8)": {
+        "bundle": np.zeros((6, 3, 1, 8), np.uint8)
+    },
+    "a packed bundle must be uint8 [n,P,W,groups,34 (int8) or 18 (int4)], got shape (6, 3, 1, 2, 20)": {
+        "bundle": np.zeros((6, 3, 1, 2, 20), np.uint8)
+    },
+    "bundle must be [n, 2 or 3, W >= 1, D >= 1], got shape (6, 4, 1, 2, 18)": {
+        "bundle": np.zeros((6, 4, 1, 2, 18), np.uint8)
+    },
+    "x must have shape [any, 64], got [2, 8]": {"bundle": np.zeros((6, 3, 1, 2, 34), np.uint8)},
+    "bundle must be float32, float16 or bfloat16, or packed in uint8, got >f4": {"bundle": CASE.bundle.astype(">f4")},
     "bundle must be [n, 2 or 3, W >= 1, D >= 1], got shape (6, 4, 1, 8)": {
         "bundle": np.zeros((6, 4, 1, 8), np.float32)
     },

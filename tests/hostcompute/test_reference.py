@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hostcompute import ffn_reference, gather_reference
+from hostcompute.packed import row_type, row_values, unpack
 from hostcompute.reference import activate, values_reference
 
 X = np.array([[1, 2]], np.float32)
@@ -89,3 +90,22 @@ def test_an_unknown_activation_is_refused():
 
 def test_gather_takes_units_in_order():
     np.testing.assert_array_equal(gather_reference(BUNDLE, UNITS), BUNDLE[::-1])
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(("name", "size"), [("int8", 34), ("int4", 18)])
+def test_packed_rows_are_codes_then_scales(name, size, groups):
+    """Value by value, as the format says: byte j of a group holds columns j, j + n, ..., the first in its lowest bits."""
+    bits, count = {"int8": 8, "int4": 4}[name], size - 2
+    rng = np.random.default_rng(0)
+    packed = rng.integers(0, 256, (2, 1, groups, size), np.uint8)
+    raw = packed.reshape(2, groups * size)
+    scales = rng.standard_normal((2, groups)).astype(np.float16)
+    raw[:, groups * count :] = scales.view(np.uint8)
+    wide = unpack(packed)
+    assert (row_type(packed), row_values(packed), wide.shape) == (name, groups * 32, (2, 1, groups * 32))
+    for row in range(2):
+        for column in range(groups * 32):
+            group, inside = divmod(column, 32)
+            code = int(raw[row, group * count + inside % count]) >> (inside // count * bits) & (2**bits - 1)
+            assert wide[row, 0, column] == (code - (2**bits - 1) / 2) * float(scales[row, group])
