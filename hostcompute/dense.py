@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Products(Protocol):
-    """Products of float32 rows with a part of an expert [W,D], C-contiguous and of any float type of `checks.DTYPES`."""
+    """Products of float32 rows with a part of an expert [W,D], C-contiguous, of any float type of `DTYPES`."""
 
     def dot_rows(self, x: Floats, matrix: np.ndarray) -> Floats:
         """x [n,D] times every row of the matrix -> [n,W]."""

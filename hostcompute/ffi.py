@@ -2,7 +2,7 @@
 
 For the FFN a program gets the address of a `HostTable` as an operand, so it can be compiled before there are weights,
 and one compiled program serves several engines. Kernels and answers are those of `HostPool.ffn`, bit for bit.
-Products with 16-bit matrices, and with packed ones of fewer bits, need no table. They run in the threads of the pool
+Products with matrices of 16 bits, and with packed ones of fewer, need no table. They run in the threads of the pool
 that was opened first among those that are open, an engine's for example; where none is, in as many as there are cores.
 """
 
@@ -28,12 +28,12 @@ from hostcompute.library import (
     find_library,
     load_library,
 )
+from hostcompute.packed import GROUP, GROUP_BYTES
 
 TARGET = "dynajax_cold_ffn"
 EXPERTS = "dynajax_cold_experts"
 MATMUL = "dynajax_matmul"
 LOWBIT = "dynajax_lowbit"
-GROUP = 32  # columns that share a scale in a packed matrix
 WEIGHT_TYPES = ("float16", "bfloat16", "uint16")  # uint16: the bits of bfloat16
 NOT_ATTACHED, NO_EXPERT = -2, -3
 REBUILD = "it was built for a newer one: run `python setup.py build_ext --inplace --force` in a checkout, or reinstall"
@@ -237,24 +237,28 @@ def _check_rows(table: jax.Array, h: jax.Array, active: jax.Array) -> None:
 def dot_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
     """The products of x [T,D] float32 with every row of 16-bit weights [O,D] -> [T,O], in float32. For use under `jit`.
 
-    On the CPU backend only. Equal operands give equal bits, whatever the number of threads. Has no gradient.
+    Packed weights are uint8 [O,groups,34] (int8) or [O,groups,18] (int4), D 32 a group, see packed.py. On the CPU
+    backend only. Equal operands give equal bits, whatever the number of threads. Has no gradient.
     """
     return _matmul(x, weights, sum_rows=False)
 
 
 def sum_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """The rows of 16-bit weights [G,D], summed with the factors x [T,G] float32 -> [T,D]; else as `dot_rows_ffi`.
+    """The rows of weights [G,D], 16-bit or packed, summed with the factors x [T,G] float32 -> [T,D].
 
-    Of one or two tokens, a row whose factors are all zero is not read.
+    Else as `dot_rows_ffi`. Of one or two tokens, a row whose factors are all zero is not read.
     """
     return _matmul(x, weights, sum_rows=True)
 
 
 def _matmul(x: jax.Array, weights: jax.Array, *, sum_rows: bool) -> jax.Array:
     _check_available()
-    if weights.ndim != 2 or weights.dtype.name not in WEIGHT_TYPES:
-        raise ValueError(f"weights must be a matrix of {', '.join(WEIGHT_TYPES)}, got {_text(weights)}")
-    inner, outer = weights.shape if sum_rows else weights.shape[::-1]
+    packed = weights.ndim == 3 and weights.dtype == np.uint8 and weights.shape[2] in GROUP_BYTES.values()
+    if not packed and (weights.ndim != 2 or weights.dtype.name not in WEIGHT_TYPES):
+        wanted = f"{', '.join(WEIGHT_TYPES)}, or packed in uint8 [O,groups,34 or 18]"
+        raise ValueError(f"weights must be a matrix of {wanted}, got {_text(weights)}")
+    rows, width = weights.shape[0], weights.shape[1] * (GROUP if packed else 1)
+    inner, outer = (rows, width) if sum_rows else (width, rows)
     if x.ndim != 2 or x.dtype != np.float32 or x.shape[1] != inner:
         raise ValueError(f"x must be float32 [T,{inner}], got {_text(x)}")
     result = jax.ShapeDtypeStruct((x.shape[0], outer), np.float32)

@@ -95,7 +95,7 @@ def test_gather_takes_units_in_order():
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("name", "size"), [("int8", 34), ("int4", 18)])
 def test_packed_rows_are_codes_then_scales(name, size, groups):
-    """Value by value, as the format says: byte j of a group holds columns j, j + n, ..., the first in its lowest bits."""
+    """Value by value: byte j of a group holds the columns j, j + n, ..., the first in its lowest bits."""
     bits, count = {"int8": 8, "int4": 4}[name], size - 2
     rng = np.random.default_rng(0)
     packed = rng.integers(0, 256, (2, 1, groups, size), np.uint8)
