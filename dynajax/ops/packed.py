@@ -1,7 +1,7 @@
 """Products with matrices of few bits (see `dynajax.quant`) that never hold one unpacked.
 
 Of few rows a product multiplies and adds while it unpacks, which XLA fuses into one pass over the packed bytes; of many
-rows it unpacks blocks of BLOCK_BYTES and multiplies those.
+rows it unpacks blocks of BLOCK_BYTES and multiplies those. On the CPU backend the host's kernels do both.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dynajax.quant import GROUP, ZERO
+from hostcompute import ffi
 
 BLOCK_BYTES = 8 * 2**20  # unpacked at once where a product has many rows
 FEW_ROWS = 8  # up to which multiplying while unpacking is the faster way
@@ -34,12 +35,20 @@ def sum_reference(x: jax.Array, packed: jax.Array) -> jax.Array:
 
 def packed_dot(x: jax.Array, packed: jax.Array) -> jax.Array:
     """x [T, D] float32 times every row of packed [O, groups, n] -> [T, O] float32. No gradient."""
-    return jax.lax.platform_dependent(x, packed, cpu=block_dot, default=_dot_elsewhere)
+    return jax.lax.platform_dependent(x, packed, cpu=_dot_on_cpu, default=_dot_elsewhere)
 
 
 def packed_sum(x: jax.Array, packed: jax.Array) -> jax.Array:
     """The rows of packed [G, groups, n], summed with the factors x [T, G] float32 -> [T, D] float32. No gradient."""
-    return jax.lax.platform_dependent(x, packed, cpu=block_sum, default=_sum_elsewhere)
+    return jax.lax.platform_dependent(x, packed, cpu=_sum_on_cpu, default=_sum_elsewhere)
+
+
+def _dot_on_cpu(x: jax.Array, packed: jax.Array) -> jax.Array:
+    return block_dot(x, packed) if ffi.unavailable() is not None else ffi.dot_rows_ffi(x, packed)
+
+
+def _sum_on_cpu(x: jax.Array, packed: jax.Array) -> jax.Array:
+    return block_sum(x, packed) if ffi.unavailable() is not None else ffi.sum_rows_ffi(x, packed)
 
 
 def _dot_elsewhere(x: jax.Array, packed: jax.Array) -> jax.Array:
