@@ -1,4 +1,4 @@
-"""Products with a whole 16-bit matrix: the kernels themselves, their threads, and the custom call inside programs."""
+"""Products with a whole matrix, 16-bit or packed: the kernels, their threads, and the custom call inside programs."""
 
 import os
 import subprocess
@@ -13,9 +13,11 @@ import pytest
 
 from hostcompute import HostPool, default_threads, library
 from hostcompute.ffi import MATMUL, dot_rows_ffi, sum_rows_ffi, unavailable
-from tests.hostcompute.cases import ISAS
+from hostcompute.packed import row_type, row_values, widened
+from tests.hostcompute.cases import ISAS, pack_random
 
 CODES = {"float16": 1, "bfloat16": 2}
+ALL_CODES = {**CODES, "int8": 3, "int4": 4}
 TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 TOKENS = (1, 2, 3, 8, 33, 128)
 SHAPES = ((1, 1), (7, 5), (37, 33), (130, 65), (300, 576), (70, 1100), (1030, 257))  # rows, width
@@ -31,26 +33,32 @@ def handler() -> None:
 
 
 def operands(dtype: str, rows: int, width: int, tokens: int, *, sums: bool) -> tuple[np.ndarray, np.ndarray]:
-    """x and weights; sparse x where rows are summed, as after a relu, so that some rows are not read."""
+    """x and weights; sparse x where rows are summed, as after a relu, so that some rows are not read.
+
+    Packed rows are as wide as the groups that `width` takes.
+    """
     rng = np.random.default_rng(rows * width + tokens)
-    weights = rng.standard_normal((rows, width), np.float32).astype(TYPES[dtype])
-    x = rng.standard_normal((tokens, rows if sums else width), np.float32)
+    if dtype in TYPES:
+        weights = rng.standard_normal((rows, width), np.float32).astype(TYPES[dtype])
+    else:
+        weights = pack_random(rng, (rows, 1, 1, width), dtype)[:, 0, 0]
+    x = rng.standard_normal((tokens, rows if sums else row_values(weights)), np.float32)
     return np.maximum(x, 0) if sums else x, weights
 
 
 def product(pool: HostPool | None, x: np.ndarray, weights: np.ndarray, *, sums: bool) -> np.ndarray:
     """By the C interface, in the pool's threads and with its kernels; None: in those that programs use."""
-    (tokens, _), (rows, width) = x.shape, weights.shape
+    tokens, rows, width = len(x), len(weights), row_values(weights)
     y = np.full((tokens, width if sums else rows), np.nan, np.float32)
     call = library.load_library().hc_matmul
     x_at, w_at, y_at = (array.ctypes.data for array in (x, weights, y))
     handle = None if pool is None else pool.handle
-    assert call(handle, x_at, tokens, w_at, rows, width, CODES[weights.dtype.name], int(sums), y_at) == 0
+    assert call(handle, x_at, tokens, w_at, rows, width, ALL_CODES[row_type(weights)], int(sums), y_at) == 0
     return y
 
 
 def assert_product(y: np.ndarray, x: np.ndarray, weights: np.ndarray, *, sums: bool) -> None:
-    wide = weights.astype(np.float64)
+    wide = widened(weights).astype(np.float64)
     wanted = x.astype(np.float64) @ (wide if sums else wide.T)
     assert y.dtype == np.float32
     np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(initial=0))
@@ -60,7 +68,7 @@ def assert_product(y: np.ndarray, x: np.ndarray, weights: np.ndarray, *, sums: b
 
 
 @pytest.mark.parametrize("sums", [False, True])
-@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("dtype", ALL_CODES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels_equal_the_reference_and_threads_change_no_bit(pool_of, isa, dtype, sums):
     for rows, width in SHAPES:
@@ -73,7 +81,7 @@ def test_kernels_equal_the_reference_and_threads_change_no_bit(pool_of, isa, dty
 
 
 @pytest.mark.parametrize("sums", [False, True])
-@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("dtype", ALL_CODES)
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_large_matrices(pool, dtype, tokens, sums):
     """As many pieces as there may be, and rows that are cut."""
@@ -99,6 +107,23 @@ def test_the_comparison_notices(pool, fault, tokens, sums):
         x = np.concatenate([x[:-1], np.zeros_like(x[:1])])
     with pytest.raises(AssertionError):
         assert_product(product(pool, x, weights, sums=sums), *right, sums=sums)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("fault", ["codes", "scales", "groups"])
+def test_the_comparison_notices_another_packing(pool, fault, dtype, tokens, sums):
+    x, weights = operands(dtype, 96, 96, tokens, sums=sums)
+    wrong = weights.reshape(96, -1).copy()
+    if fault == "codes":
+        wrong[:, 5] ^= 0x88  # one byte of each row
+    elif fault == "scales":
+        wrong[:, -1] ^= 0x80  # the sign of the last group
+    else:
+        wrong[:, :16] = wrong[:, 16:32]
+    with pytest.raises(AssertionError):
+        assert_product(product(pool, x, wrong.reshape(weights.shape), sums=sums), x, weights, sums=sums)
 
 
 @pytest.mark.parametrize("sums", [False, True])
@@ -136,12 +161,12 @@ def test_numbers_of_every_kind(pool):
 
 @needs_ffi
 @pytest.mark.parametrize("tokens", [1, 8])
-@pytest.mark.parametrize("dtype", [*CODES, "uint16"])
+@pytest.mark.parametrize("dtype", [*ALL_CODES, "uint16"])
 def test_programs_compute_the_same_bits(dtype, tokens):
     for sums, run in ((False, dot_rows), (True, sum_rows)):
         x, weights = operands("bfloat16" if dtype == "uint16" else dtype, 300, 130, tokens, sums=sums)
         given = jnp.asarray(weights.view(np.uint16) if dtype == "uint16" else weights)
-        assert given.dtype.name == dtype
+        assert row_type(np.asarray(given)) == dtype
         wanted = product(None, x, weights, sums=sums)
         np.testing.assert_array_equal(run(x, given), wanted)
         compiled = run.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, given))).compile()
@@ -177,6 +202,8 @@ def test_it_works_under_control_flow_and_vmap():
     [
         (r"weights must be a matrix of float16, .*, got float32 \[3, 4\]", (2, 4), np.zeros((3, 4), np.float32)),
         (r"weights must be a matrix of float16, .*, got float16 \[3\]", (2, 3), np.zeros(3, np.float16)),
+        (r"or packed in uint8 \[O,groups,34 or 18\], got uint8 \[3, 2, 20\]", (2, 64), np.zeros((3, 2, 20), np.uint8)),
+        (r"x must be float32 \[T,64\], got float32 \[2, 2\]", (2, 2), np.zeros((3, 2, 18), np.uint8)),
         (r"x must be float32 \[T,4\], got float32 \[2, 3\]", (2, 3), np.zeros((3, 4), np.float16)),
         (r"x must be float32 \[T,4\], got float32 \[4\]", (4,), np.zeros((3, 4), np.float16)),
     ],
@@ -192,6 +219,9 @@ def test_a_wrong_operand_is_named_while_tracing(message, x, weights):
     [
         ("weights must be a matrix of float16, bfloat16 or its bits", {"weights": np.zeros((3, 4), np.float32)}),
         ("weights must be a matrix", {"weights": np.zeros(12, np.float16)}),
+        (r"or packed in uint8 \[rows, groups, 34 or 18\]", {"weights": np.zeros((3, 1, 20), np.uint8)}),
+        (r"or packed in uint8 \[rows, groups, 34 or 18\]", {"weights": np.zeros((3, 34), np.uint8)}),
+        ("x must be 32 wide, got 4", {"weights": np.zeros((3, 1, 18), np.uint8)}),
         ("x must be 4 wide, got 3", {"x": np.zeros((2, 3), np.float32)}),
         ("x must be 3 wide, got 4", {"sum_rows": True}),
         (r"y must be \[2, 3\]", {"y": (2, 4)}),

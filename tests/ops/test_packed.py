@@ -72,7 +72,7 @@ def test_the_tolerance_notices_one_wrong_scale(tokens):
     packed, along, across = case((50, 96), 4, tokens)
     weights = unpack(packed).astype(np.float64)
     rows = packed.reshape(50, -1).copy()
-    rows[7, -2] ^= 8  # of the last group's scale: 8 units in the last place
+    rows[7, -2] ^= 128  # of the last group's scale: an eighth of it
     wrong = rows.reshape(packed.shape)
     dots, sums = products(tokens)
     for product in dots:
