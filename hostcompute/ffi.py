@@ -251,7 +251,7 @@ def dot_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
 def sum_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
     """The rows of weights [G,D], summed with the factors x [T,G] float32 -> [T,D]; else as `dot_rows_ffi`.
 
-    Of one or two tokens, a row whose factors are all zero is not read.
+    Of up to 16 tokens, a row whose factors are all zero is not read.
     """
     return _matmul(x, weights, sum_rows=True)
 

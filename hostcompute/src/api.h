@@ -54,9 +54,9 @@ HC_API int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units
 HC_API uint64_t hc_read_sum(void* pool, const void* data, int64_t bytes);
 
 // Products with all rows of weights [rows, width]: y[tokens, rows] = x[tokens, width] . rows; with sum_rows
-// y[tokens, width] = x[tokens, rows] times the rows. dtype and width as in hc_arena. pool: null for the one that programs share,
-// which is the pool opened first among the open ones; where none is, one of as many threads as hc_set_common said last.
-// hc_ok, hc_no_memory or hc_no_resources.
+// y[tokens, width] = x[tokens, rows] times the rows. dtype and width as in hc_arena. pool: null for the one that
+// programs share, which is the pool opened first among the open ones; where none is, one of as many threads as
+// hc_set_common said last. hc_ok, hc_no_memory or hc_no_resources.
 HC_API int64_t hc_matmul(void* pool, const float* x, int64_t tokens, const void* weights, int64_t rows, int64_t width,
                          int32_t dtype, int32_t sum_rows, float* y);
 

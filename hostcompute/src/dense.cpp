@@ -1,7 +1,6 @@
 // Five tokens and more of which every neuron is computed: bound by arithmetic. Tiles of rows and tokens whose operands
 // are in a cache; what is read next is fetched meanwhile, a bit before each tile.
 #include <algorithm>
-#include <numeric>
 
 #include "plan.h"
 
@@ -59,14 +58,12 @@ class Dense {
   Dense(const Plan& plan, float* y, float* values)
       : plan_(plan),
         d_(plan.call.arena.width),
-        element_(plan.widens() ? sizeof(float) : plan.row_bytes() / d_),
-        tiles_(plan.widens() ? plan.wide_tiles : plan.tiles),
+        element_(is_packed(plan.call.arena.dtype) ? sizeof(float) : plan.row_bytes() / d_),
+        tiles_(is_packed(plan.call.arena.dtype) ? plan.wide_tiles : plan.tiles),
         y_(y),
         h_(values),
         up_(values + max_block * plan.tokens),
-        wide_(plan.widens() ? values + 3 * max_block * plan.tokens : nullptr) {
-    std::iota(all_, all_ + max_block, 0);
-  }
+        wide_(is_packed(plan.call.arena.dtype) ? values + 3 * max_block * plan.tokens : nullptr) {}
 
   int64_t compute(int thread) {
     int64_t rows_read = 0;
@@ -114,7 +111,8 @@ class Dense {
 
   // Makes a part ready for the kernels; packed rows are there until the next part is brought.
   void bring(int part) const {
-    if (wide_ != nullptr) widen_rows(plan_, base_, part, all_, rows_, wide_);
+    for (int r = 0; wide_ != nullptr && r < rows_; ++r)
+      plan_.tiles.widen(base_[r] + plan_.part_place(part), d_, 0, d_, wide_ + r * d_);
   }
 
   // The rows of a part that was brought, from a column on.
@@ -228,7 +226,6 @@ class Dense {
   float* const up_;  // [tokens, rows_]
   float* const wide_;  // [rows_, D] of the part that was brought; null where the kernels read the rows as they are
   const char* base_[max_block];
-  int all_[max_block];  // 0, 1, 2, ...
   const char* upcoming_base_[max_block];  // gates of the block that is read next
   int64_t first_ = 0;                     // neuron of the block
   int rows_ = 0;

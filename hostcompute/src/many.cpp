@@ -18,9 +18,7 @@ class Many {
         d_(plan.call.arena.width),
         y_(y),
         h_(values),
-        up_(values + max_block * plan.tokens),
-        wide_(plan.widens() ? values + 3 * max_block * plan.tokens : nullptr),
-        tiles_(plan.widens() ? plan.wide_tiles : plan.tiles) {
+        up_(values + max_block * plan.tokens) {
     std::iota(all_, all_ + max_block, 0);
   }
 
@@ -28,7 +26,6 @@ class Many {
     int64_t rows_read = 0;
     for (int64_t block = thread; block < plan_.blocks; block += plan_.threads) {
       rows_ = plan_.find_rows(block, base_);
-      bring(0, all_, rows_);
       dots(0, all_, rows_, h_);
       first_ = plan_.begin(block);
       for (int64_t t = 0; t < plan_.tokens; ++t)
@@ -46,21 +43,11 @@ class Many {
       for (int r = 0; r < rows_; ++r) plan_.tell(first_ + r, t, h_[t * rows_ + r]);
   }
 
-  // Makes the listed rows of a part ready for the kernels, which then find them there until the next part is brought.
-  void bring(int part, const int* list, int count) const {
-    if (wide_ != nullptr) widen_rows(plan_, base_, part, list, count, wide_);
-  }
-
-  const void* row(int r, int part) const {
-    if (wide_ != nullptr) return wide_ + r * d_;
-    return base_[r] + plan_.part_place(part);
-  }
-
   // Calls kernel(r, n, rows, next) for the listed neurons from r on, n = `tile` or 1 of them at a time.
   template <typename Kernel>
   void for_groups(const int* list, int count, int part, Kernel kernel) const {
     const void* rows[max_block + tile];
-    for (int i = 0; i < count; ++i) rows[i] = row(list[i], part);
+    for (int i = 0; i < count; ++i) rows[i] = base_[list[i]] + plan_.part_place(part);
     for (int i = 0; i < count;) {
       const int n = count - i >= tile ? tile : 1;
       kernel(i, n, rows + i, i + 2 * n <= count ? rows + i + n : nullptr);
@@ -76,7 +63,7 @@ class Many {
       for (int t = 0; t < tokens; ++t) x[t] = plan_.x(t0 + t);
       for_groups(list, count, part, [&](int i, int n, const void* const* rows, const void* const* next) {
         float out[tile * tile];
-        tiles_.dot[n != 1][tokens - 1](rows, x, d_, t0 == 0 ? next : nullptr, out);
+        plan_.tiles.dot[n != 1][tokens - 1](rows, x, d_, t0 == 0 ? next : nullptr, out);
         for (int r = 0; r < n; ++r)
           for (int t = 0; t < tokens; ++t) result[(t0 + t) * rows_ + list[i + r]] = out[r * tokens + t];
       });
@@ -88,7 +75,6 @@ class Many {
     int64_t rows_read = 0;
     int needed[max_block];
     if (plan_.has_gate()) {
-      bring(1, list, count);
       dots(1, list, count, up_);
       for (int64_t t = 0; t < plan_.tokens; ++t)
         for (int i = 0; i < count; ++i) times_up(t, list[i], up_[t * rows_ + list[i]]);
@@ -98,7 +84,6 @@ class Many {
         list = needed;
       }
     }
-    bring(plan_.down(), list, count);
     for (int64_t t0 = 0; t0 < plan_.tokens; t0 += tile) {
       const int tokens = static_cast<int>(std::min<int64_t>(tile, plan_.tokens - t0));
       float* y[tile];
@@ -107,7 +92,7 @@ class Many {
         float h[tile * tile];
         for (int r = 0; r < n; ++r)
           for (int t = 0; t < tokens; ++t) h[r * tokens + t] = h_[(t0 + t) * rows_ + list[i + r]];
-        tiles_.axpy[n != 1][tokens - 1](rows, h, d_, t0 == 0 ? next : nullptr, y);
+        plan_.tiles.axpy[n != 1][tokens - 1](rows, h, d_, t0 == 0 ? next : nullptr, y);
       });
     }
     return rows_read + count;
@@ -118,13 +103,11 @@ class Many {
     int needed[max_block];
     const int with_gate = find_needed(needed);
     if (plan_.routed() && live_pairs() > crowd * plan_.tokens * rows_) return everything(needed, with_gate);
-    if (plan_.has_gate()) bring(1, needed, with_gate);
     for (int64_t t = 0; plan_.has_gate() && t < plan_.tokens; ++t) {
       int list[max_block];
       multiply_by_up(t, list, find_live(t, list));
     }
     const int with_up = plan_.up_decides() ? find_needed(needed) : with_gate;
-    bring(plan_.down(), needed, with_up);
     for (int64_t t = 0; t < plan_.tokens; ++t) {
       int list[max_block];
       add_down(t, list, find_live(t, list));
@@ -163,7 +146,7 @@ class Many {
     const float* x = plan_.x(t);
     for_groups(list, live, 1, [&](int i, int n, const void* const* rows, const void* const* next) {
       float up[tile];
-      tiles_.dot[n != 1][0](rows, &x, d_, next, up);
+      plan_.tiles.dot[n != 1][0](rows, &x, d_, next, up);
       for (int r = 0; r < n; ++r) times_up(t, list[i + r], up[r]);
     });
   }
@@ -173,7 +156,7 @@ class Many {
     for_groups(list, live, plan_.down(), [&](int i, int n, const void* const* rows, const void* const* next) {
       float h[tile];
       for (int r = 0; r < n; ++r) h[r] = h_[t * rows_ + list[i + r]];
-      tiles_.axpy[n != 1][0](rows, h, d_, next, &y);
+      plan_.tiles.axpy[n != 1][0](rows, h, d_, next, &y);
     });
   }
 
@@ -182,8 +165,6 @@ class Many {
   float* y_;
   float* h_;   // [tokens, rows_]: gate, then its activation, then times up
   float* up_;  // [tokens, rows_]
-  float* wide_;  // [rows_, D] of the part that was brought; null where the kernels read the rows as they are
-  const Tiles& tiles_;
   const char* base_[max_block];
   int all_[max_block];  // 0, 1, 2, ...
   int64_t first_ = 0;    // neuron of the block

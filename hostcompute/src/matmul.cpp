@@ -1,8 +1,9 @@
 // Products with a whole matrix: its rows lie one behind the other, and all are wanted. Cut into pieces whose sizes
 // depend on the call alone; the threads take one piece after the other, so that one that wakes up late holds up nobody.
 //
-// One or two tokens are bound by memory: rows are read one at a time while the next one comes in. For more, a piece
-// is widened to float32 once and used for all tokens while it is in a cache.
+// One or two tokens are bound by memory: rows are read one at a time while the next one comes in, short ones several.
+// For some more, so are tiles of rows and tokens, and the weights still come from memory once. For many, a piece is
+// widened to float32 once and used for all tokens while it is in a cache.
 #include "matmul.h"
 
 #include <algorithm>
@@ -11,13 +12,16 @@
 
 namespace {
 
-constexpr int few_tokens = 2;
+constexpr int few_tokens = 16;
+constexpr int bound_tokens = pair;  // by memory
 constexpr int64_t alone = 1 << 16;  // products; fewer are computed before another thread has woken up
 // A piece for few tokens: some bytes of rows, or a part of all rows, which then has a sum of its own.
 constexpr int64_t piece_bytes = 64 * 1024;
 constexpr int64_t most_sums = 32;
 constexpr int64_t least_sum_bytes = 64 * 1024;
+constexpr int64_t least_sums = 8;
 constexpr int64_t narrow_bytes = 2048;  // shorter rows are summed several at a time
+constexpr int64_t short_bytes = 4096;   // shorter packed rows are read in pairs
 // A piece for many tokens: some rows, or some columns of all rows; and how much of it is widened at a time.
 constexpr int64_t dot_rows = 32;
 constexpr int64_t dot_columns = 1024;
@@ -64,7 +68,8 @@ class Matmul {
       const int64_t stripes = round_up(ceil_div(call_.width, sum_columns), 8);
       return std::max(least_sum_columns, round_up(ceil_div(call_.width, stripes), group_columns));
     }
-    const int64_t sums = std::clamp<int64_t>(call_.rows * row_bytes_ / least_sum_bytes, 1, most_sums);
+    const int64_t most = std::clamp(bound_tokens * most_sums / call_.tokens, least_sums, most_sums);
+    const int64_t sums = std::clamp<int64_t>(call_.rows * row_bytes_ / least_sum_bytes, 1, most);
     return ceil_div(call_.rows, sums);
   }
 
@@ -95,16 +100,37 @@ class Matmul {
     }
   }
 
+  // How many rows one call of a kernel reads.
+  int together() const {
+    if (call_.tokens > bound_tokens || (call_.sum_rows && row_bytes_ < narrow_bytes)) return tile;
+    return is_packed(call_.dtype) && row_bytes_ < short_bytes ? pair : 1;
+  }
+  DotTile dot_kernel(int rows, int64_t tokens) const {
+    return rows == pair ? tiles_.pair_dot[tokens - 1] : tiles_.dot[rows != 1][tokens - 1];
+  }
+  AxpyTile axpy_kernel(int rows, int64_t tokens) const {
+    return rows == pair ? tiles_.pair_axpy[tokens - 1] : tiles_.axpy[rows != 1][tokens - 1];
+  }
+
   void few_dots(int64_t begin, int64_t end, const char* then) const {
     const float* x[few_tokens];
     for (int64_t t = 0; t < call_.tokens; ++t) x[t] = call_.x + t * call_.width;
-    const DotTile dot = tiles_.dot[0][call_.tokens - 1];
-    for (int64_t r = begin; r < end; ++r) {
-      const void* now = row(r);
-      const void* next = r + 1 < end ? row(r + 1) : then;
-      float out[few_tokens];
-      dot(&now, x, call_.width, next == nullptr ? nullptr : &next, out);
-      for (int64_t t = 0; t < call_.tokens; ++t) call_.y[t * call_.rows + r] = out[t];
+    for (int64_t r = begin; r < end;) {
+      const int n = end - r >= together() ? together() : 1;
+      const void* rows[tile];
+      const void* next[tile] = {then};
+      for (int i = 0; i < n; ++i) rows[i] = row(r + i);
+      const bool known = r + 2 * n <= end;
+      for (int i = 0; known && i < n; ++i) next[i] = row(r + n + i);
+      const bool fetch = known || (n == 1 && then != nullptr);
+      for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) {
+        const int64_t some = std::min<int64_t>(tile, call_.tokens - t0);
+        float out[tile * tile];
+        dot_kernel(n, some)(rows, x + t0, call_.width, fetch && t0 == 0 ? next : nullptr, out);
+        for (int64_t t = 0; t < some; ++t)
+          for (int i = 0; i < n; ++i) call_.y[(t0 + t) * call_.rows + r + i] = out[i * some + t];
+      }
+      r += n;
     }
   }
 
@@ -115,39 +141,48 @@ class Matmul {
   }
 
   // Up to `most` rows that some token needs, from *r on, which moves behind them. Returns how many.
-  int find_needed(int64_t* r, int64_t end, int most, const void** rows, float* h) const {
+  int find_needed(int64_t* r, int64_t end, int most, const void** rows, int64_t* indices) const {
     int n = 0;
     for (; *r < end && n < most; ++*r) {
       if (!needed(*r)) continue;
-      rows[n] = row(*r);
-      for (int64_t t = 0; t < call_.tokens; ++t) h[n * call_.tokens + t] = call_.x[t * call_.rows + *r];
-      ++n;
+      indices[n] = *r;
+      rows[n++] = row(*r);
     }
     return n;
   }
 
   void few_sums(int64_t begin, int64_t end, float* y) const {
     std::memset(y, 0, sum_floats() * sizeof(float));
-    float* ys[few_tokens];
-    for (int64_t t = 0; t < call_.tokens; ++t) ys[t] = y + t * call_.width;
-    const int group = row_bytes_ < narrow_bytes ? tile : 1;
+    const int group = together();
     const void* rows[2][tile];
-    float h[2][tile * few_tokens];
+    int64_t indices[2][tile];
     int64_t r = begin;
     int now = 0;
-    int n = find_needed(&r, end, group, rows[now], h[now]);
+    int n = find_needed(&r, end, group, rows[now], indices[now]);
     while (n > 0) {
       const int next = 1 - now;
-      const int following = find_needed(&r, end, group, rows[next], h[next]);
+      const int following = find_needed(&r, end, group, rows[next], indices[next]);
       if (n == group) {
-        const void* const* ahead = following == group ? rows[next] : nullptr;
-        tiles_.axpy[group != 1][call_.tokens - 1](rows[now], h[now], call_.width, ahead, ys);
+        add_needed(rows[now], indices[now], n, following == group ? rows[next] : nullptr, y);
       } else {
-        for (int i = 0; i < n; ++i)
-          tiles_.axpy[0][call_.tokens - 1](rows[now] + i, h[now] + i * call_.tokens, call_.width, nullptr, ys);
+        for (int i = 0; i < n; ++i) add_needed(rows[now] + i, indices[now] + i, 1, nullptr, y);
       }
       now = next;
       n = following;
+    }
+  }
+
+  // These rows, times what all tokens weigh them with, into y [tokens, width].
+  void add_needed(const void* const* rows, const int64_t* indices, int n, const void* const* next, float* y) const {
+    for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) {
+      const int64_t some = std::min<int64_t>(tile, call_.tokens - t0);
+      float h[tile * tile];
+      float* ys[tile];
+      for (int64_t t = 0; t < some; ++t) {
+        ys[t] = y + (t0 + t) * call_.width;
+        for (int i = 0; i < n; ++i) h[i * some + t] = call_.x[(t0 + t) * call_.rows + indices[i]];
+      }
+      axpy_kernel(n, some)(rows, h, call_.width, t0 == 0 ? next : nullptr, ys);
     }
   }
 

@@ -7,9 +7,12 @@ namespace {
 constexpr int64_t line_floats = 16;
 constexpr int64_t block_bytes = 256 * 1024;  // one part of a block; two of them stay in a second-level cache
 
-int64_t most_rows(const hc_arena& arena, int64_t tokens) {
-  const int64_t bytes = widens(arena, tokens) ? arena.width * sizeof(float) : row_bytes(arena);
-  return tokens <= few_tokens ? max_block : std::clamp<int64_t>(block_bytes / bytes, tile, max_block);
+int64_t most_rows(int64_t row_bytes) { return std::clamp<int64_t>(block_bytes / row_bytes, tile, max_block); }
+
+int64_t most_rows(const Plan& plan) {
+  if (plan.tokens <= few_tokens) return max_block;
+  const hc_arena& arena = plan.call.arena;
+  return most_rows(plan.dense() && is_packed(arena.dtype) ? row_bytes(0, arena.width) : plan.row_bytes());
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -18,7 +21,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t value_floats(const hc_arena& arena, int64_t tokens) {
   const int64_t copies = few_tokens * (arena.width + line_floats);  // of x, for few tokens
-  return 3 * max_block * tokens + (widens(arena, tokens) ? most_rows(arena, tokens) * arena.width : copies);
+  const int64_t wide = is_packed(arena.dtype) ? most_rows(row_bytes(0, arena.width)) * arena.width : 0;
+  return 3 * max_block * tokens + std::max(copies, wide);
 }
 
 Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* live)
@@ -32,7 +36,7 @@ Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* li
       visit_(nullptr),
       neurons_(call.count * call.arena.rows),
       row_bytes_(::row_bytes(call.arena)) {
-  blocks = threads * ceil_div(neurons_, threads * most_rows(call.arena, tokens));
+  blocks = threads * ceil_div(neurons_, threads * most_rows(*this));
 }
 
 Plan::Plan(const FfnCall& call, const Kernels& kernels, const Visit& visit)
@@ -46,7 +50,7 @@ Plan::Plan(const FfnCall& call, const Kernels& kernels, const Visit& visit)
       visit_(&visit),
       neurons_(visit.end - visit.begin),
       row_bytes_(::row_bytes(call.arena)) {
-  blocks = ceil_div(neurons_, most_rows(call.arena, tokens));
+  blocks = ceil_div(neurons_, most_rows(*this));
 }
 
 int Plan::find_rows(int64_t block, const char** rows) const {
@@ -69,18 +73,7 @@ int Plan::find_upcoming(int64_t block, const char** rows) const {
   return count;
 }
 
-void widen_rows(const Plan& plan, const char* const* base, int part, const int* list, int count, float* wide) {
-  const int64_t d = plan.call.arena.width;
-  const auto row = [&](int i) { return base[list[i]] + plan.part_place(part); };
-  for (int i = 0; i < count; ++i) {
-    for (int64_t at = 0; i + 1 < count && at < plan.row_bytes(); at += 64) __builtin_prefetch(row(i + 1) + at);
-    plan.tiles.widen(row(i), d, 0, d, wide + list[i] * d);
-  }
-}
-
 int64_t compute(const Plan& plan, int thread, float* y, float* values) {
-  const auto run = plan.tokens <= few_tokens                ? compute_few
-                   : plan.skip || plan.tokens <= many_tokens ? compute_many
-                                                             : compute_dense;
+  const auto run = plan.tokens <= few_tokens ? compute_few : plan.dense() ? compute_dense : compute_many;
   return run(plan, thread, y, values);
 }

@@ -17,8 +17,7 @@
 constexpr int max_block = 64;  // neurons
 constexpr int few_tokens = 2;  // from more on, x and y no longer fit into the first cache beside the weights
 constexpr int many_tokens = tile;  // with more, arithmetic takes as long as reading the weights, and longer
-
-inline bool widens(const hc_arena& arena, int64_t tokens) { return is_packed(arena.dtype) && tokens > many_tokens; }
+constexpr int many_packed_tokens = 16;  // with more, it pays to widen packed rows to float32 first
 
 // What a thread needs for a block beside its sums: three values of each neuron and token, and either its rows, widened,
 // or copies of x.
@@ -74,8 +73,7 @@ class Plan {
   int64_t row_bytes() const { return row_bytes_; }
 
   bool routed() const { return visit_ != nullptr; }  // all tokens want all neurons
-  // Packed rows are widened to float32 before they meet so many tokens.
-  bool widens() const { return ::widens(call.arena, tokens); }
+  bool dense() const { return !skip && tokens > (is_packed(call.arena.dtype) ? many_packed_tokens : many_tokens); }
   bool up_decides() const { return skip && call.activation == drelu; }  // which down rows are needed
 
   // The activation of a neuron's gate for a token, zero where the token does not admit the neuron's unit; the unit is
@@ -139,14 +137,11 @@ class Plan {
   int64_t row_bytes_;
 };
 
-// The part's rows of the listed neurons of a block, as float32: that of neuron list[i] into `wide` at list[i] * width.
-void widen_rows(const Plan& plan, const char* const* base, int part, const int* list, int count, float* wide);
-
 // All add this thread's share of the answer to y and return the number of weight rows read. `values` has room for
 // value_floats.
 int64_t compute_few(const Plan& plan, int thread, float* y, float* values);    // tokens <= few_tokens
 int64_t compute_many(const Plan& plan, int thread, float* y, float* values);
-int64_t compute_dense(const Plan& plan, int thread, float* y, float* values);  // the plan does not skip
+int64_t compute_dense(const Plan& plan, int thread, float* y, float* values);  // plan.dense()
 
 // The one that is the fastest.
 int64_t compute(const Plan& plan, int thread, float* y, float* values);

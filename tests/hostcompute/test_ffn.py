@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hostcompute import HostPool, NumpyPool
-from tests.hostcompute.cases import DTYPES, ISAS, TYPES, Case, cases, check, make_case
+from tests.hostcompute.cases import DTYPES, ISAS, TYPES, Case, cases, check, make_case, pack_random
 
 PROPERTY = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, print_blob=True
@@ -105,13 +105,34 @@ def test_the_tolerance_tells_drelu_from_relu(pool, batch):
         np.testing.assert_allclose(y, wanted, rtol=0, atol=case.tolerance())
 
 
+@pytest.mark.parametrize("batch", [1, 4, 9, 20])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("fault", ["a code", "a scale", "scales first"])
+def test_the_tolerance_notices_another_packing(pool, fault, dtype, batch):
+    case = make_case(15, batch=batch, shape=(40, 3, 1, 64), count=30, dtype=dtype)
+    wanted, _ = case.reference()
+    rows = case.bundle.reshape(40, 3, -1).copy()
+    if fault == "a code":
+        rows[:, 2, 7] ^= 0x80  # the sign of a value of each down row
+    elif fault == "a scale":
+        rows[:, 2, -1] ^= 0x80
+    else:
+        rows = np.roll(rows, 4, axis=2)
+    y = pool.ffn(case.x, rows.reshape(case.bundle.shape), case.units, **case.kind).y
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=case.tolerance())
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("skip_zeros", [True, False])
-def test_equal_calls_give_equal_bits(threads, batch, skip_zeros):
+@pytest.mark.parametrize("packed", [None, "int8", "int4"])
+def test_equal_calls_give_equal_bits(threads, batch, skip_zeros, packed):
     """With another pool too, as long as the number of threads is the same."""
     rng = np.random.default_rng(4)
     bundle = rng.standard_normal((700, 3, 1, 96), np.float32)
+    if packed is not None:
+        bundle = pack_random(rng, bundle.shape, packed)
     x, units = rng.standard_normal((batch, 96), np.float32), np.arange(700, dtype=np.int32)
     answers = []
     for _ in range(2):
@@ -191,10 +212,13 @@ def test_a_nan_of_either_factor_of_drelu_shows(pool, batch, part, skip_zeros):
         assert result.live_count.tolist() == [1 if part == 0 else 3] * batch
 
 
-def test_rows_that_begin_anywhere_in_memory(pool):
-    case = make_case(9, batch=3, shape=(30, 3, 1, 33), count=30, dtype=np.float16)
+@pytest.mark.parametrize("batch", [1, 3, 20])
+@pytest.mark.parametrize("dtype", [np.float16, "int8", "int4"])
+def test_rows_that_begin_anywhere_in_memory(pool, dtype, batch):
+    case = make_case(9, batch=batch, shape=(30, 3, 1, 33), count=30, dtype=dtype)
     raw = np.empty(case.bundle.nbytes + 2, np.uint8)
-    moved = raw[2:].view(np.float16).reshape(case.bundle.shape)
+    begin = case.bundle.itemsize  # of packed rows an odd address
+    moved = raw[begin : begin + case.bundle.nbytes].view(case.bundle.dtype).reshape(case.bundle.shape)
     moved[...] = case.bundle
     check(pool, replace(case, bundle=moved), skip_zeros=True)
 
