@@ -1,7 +1,8 @@
 """Matrices in few bits: groups of 32 columns share a float16 scale. NumPy only.
 
-Code c of a group stands for (c - (2**bits - 1) / 2) * scale: levels symmetric about zero, none of them zero. Inside a
-group byte j holds the columns j, j + n, j + 2 n, ... (n = 4 * bits bytes a group), the first in its lowest bits.
+Code c of a group stands for (c - 2**(bits - 1)) * scale: one level is zero, and a scale may be negative, so that the
+largest magnitude has the outermost level. Copies for predictors have levels symmetric about zero, none of them zero.
+Inside a group byte j holds the columns j, j + n, j + 2 n, ... (n = 4 * bits bytes), the first in its lowest bits.
 
 A packed matrix is uint8 [rows, groups, 4 * bits + 2], so that its shape tells bits and width. The bytes of a row are
 those of one block: the codes of all groups, then the scales of all groups.
@@ -20,10 +21,10 @@ from dynajax.errors import NumericalError
 BITS = (1, 2, 4, 8)  # that codes can have; matrices of an engine have 4 or 8
 BLOCK_VALUES = 2**18  # quantised at once: a few blocks of float32 stay in the second-level cache
 # The code that zero would have in a packed matrix, by bits. Copies for predictors have (2**bits - 1) / 2 for all bits.
-ZERO = {4: 7.5, 8: 127.5}
-# Scales tried by bits, as shares of the element of the largest magnitude: the first puts it on the outermost level, the
-# second half a step beyond, the others err more there and less everywhere else.
-CLIPS = {4: (1 / 7.5, 1 / 8, 0.93 / 8, 0.86 / 8), 8: (1 / 127.5, 1 / 128)}
+ZERO = {4: 8, 8: 128}
+# Scales tried by bits, as shares of the element of the largest magnitude: the first and the last
+# put it on an outermost level, the others err more there and less everywhere else.
+CLIPS = {4: (-1 / 8, -0.93 / 8, -0.86 / 8, 1 / 7), 8: (-1 / 128, 1 / 127)}
 LARGEST = 60_000  # of a magnitude; its scale must be a float16
 _TINY = np.float32(2.0**-24)  # the smallest float16
 

@@ -37,7 +37,7 @@ POOL_FFN = "dynajax_pool_ffn"
 ATTEND = "dynajax_attend"
 LOWBIT = "dynajax_lowbit"
 WEIGHT_TYPES = ("float16", "bfloat16", "uint16")  # uint16: the bits of bfloat16
-MATRIX_TYPES = f"{', '.join(WEIGHT_TYPES)}, or packed in uint8 [rows,groups,34 or 18]"
+MATRIX_TYPES = f"{', '.join(WEIGHT_TYPES)}, or packed in uint8 [O,groups,34 or 18]"
 NOT_ATTACHED, NO_EXPERT = -2, -3
 REBUILD = "it was built for a newer one: run `python setup.py build_ext --inplace --force` in a checkout, or reinstall"
 

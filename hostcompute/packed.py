@@ -1,7 +1,7 @@
 """Packed rows, int8 and int4, in NumPy: uint8 [..., groups, 4 * bits + 2], of which the shape tells bits and width.
 
-The last two axes are one block of bytes: first the codes of all groups, as src/lowbit.h has them, then the float16
-scales of all groups. Code c stands for (c - (2**bits - 1) / 2) times the scale of its group of 32 values.
+The last two axes are one block of bytes: first the codes of all groups, in the order of src/lowbit.h, then the
+float16 scales of all groups, which may be negative. Code c stands for (c - 2**(bits - 1)) times its group's scale.
 """
 
 from typing import Protocol
@@ -52,7 +52,7 @@ def unpack(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     codes = rows[:, : groups * code_bytes].reshape(-1, groups, 1, code_bytes)
     scales = np.ascontiguousarray(rows[:, groups * code_bytes :]).view(np.float16)  # [rows, groups]
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    levels = (codes >> shifts & np.uint8(2**bits - 1)).astype(np.float32) - np.float32((2**bits - 1) / 2)
+    levels = (codes >> shifts & np.uint8(2**bits - 1)).astype(np.float32) - np.float32(2 ** (bits - 1))
     values = levels.reshape(-1, groups, GROUP) * scales.astype(np.float32)[:, :, None]
     return values.reshape(*outer, groups * GROUP)
 

@@ -32,7 +32,7 @@ from dynajax.quant import stored_as
 
 log = logging.getLogger(__name__)
 
-FORMAT = "dynajax quantised 1"
+FORMAT = "dynajax quantised 2"
 _HEADER_BYTES = 2**16  # of the header, and as much for every eight layers more
 _TYPES: dict[str, np.dtype] = {**STORED_DTYPES, "U8": np.dtype(np.uint8)}
 Progress = Callable[[str, int, int], None]

@@ -10,7 +10,7 @@ struct Matrix {
   int64_t row_bytes;
 };
 
-constexpr char matrix_types[] = "float16, bfloat16 or its bits as uint16, or packed in uint8 [rows,groups,34 or 18]";
+constexpr char matrix_types[] = "float16, bfloat16 or its bits as uint16, or packed in uint8 [rows, groups, 34 or 18]";
 
 // A type of numbers as in hc_arena; -1 for what is none. uint16 holds the bits of bfloat16.
 inline int32_t weight_type(xla::ffi::DataType type) {

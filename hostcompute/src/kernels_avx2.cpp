@@ -47,8 +47,8 @@ struct Simd {
   }
   static reg nibble(ints words) { return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(0xf))); }
   static reg byte(ints words) { return _mm256_cvtepi32_ps(words); }
-  static reg nibble_level(ints words) { return _mm256_sub_ps(nibble(words), _mm256_set1_ps(7.5f)); }
-  static reg byte_levels(const uint8_t* bytes) { return _mm256_sub_ps(byte(widen(bytes)), _mm256_set1_ps(127.5f)); }
+  static reg nibble_level(ints words) { return _mm256_sub_ps(nibble(words), _mm256_set1_ps(8.0f)); }
+  static reg byte_levels(const uint8_t* bytes) { return _mm256_sub_ps(byte(widen(bytes)), _mm256_set1_ps(128.0f)); }
   static reg quads(const float* from, int64_t stride) {
     const reg low = _mm256_castps128_ps256(_mm_loadu_ps(from));
     return _mm256_insertf128_ps(low, _mm_loadu_ps(from + 4 * stride), 1);

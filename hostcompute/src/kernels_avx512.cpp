@@ -45,10 +45,10 @@ struct Simd {
   }
   static reg byte(ints words) { return _mm512_cvtepi32_ps(words); }
   static reg nibble_level(ints words) {
-    return _mm512_permutexvar_ps(words, _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f, 0.5f,
-                                                       1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f));
+    return _mm512_permutexvar_ps(words, _mm512_setr_ps(-8.0f, -7.0f, -6.0f, -5.0f, -4.0f, -3.0f, -2.0f, -1.0f, 0.0f,
+                                                       1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f));
   }
-  static reg byte_levels(const uint8_t* bytes) { return _mm512_sub_ps(byte(widen(bytes)), _mm512_set1_ps(127.5f)); }
+  static reg byte_levels(const uint8_t* bytes) { return _mm512_sub_ps(byte(widen(bytes)), _mm512_set1_ps(128.0f)); }
   static reg quads(const float* from, int64_t stride) {
     reg result = _mm512_castps128_ps512(_mm_loadu_ps(from));
     result = _mm512_insertf32x4(result, _mm_loadu_ps(from + 4 * stride), 1);

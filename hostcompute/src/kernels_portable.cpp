@@ -52,8 +52,8 @@ struct Simd {
   }
   static reg nibble(ints words) { return __builtin_convertvector(words & 0xf, reg); }
   static reg byte(ints words) { return __builtin_convertvector(words, reg); }
-  static reg nibble_level(ints words) { return nibble(words) - 7.5f; }
-  static reg byte_levels(const uint8_t* bytes) { return byte(widen(bytes)) - 127.5f; }
+  static reg nibble_level(ints words) { return nibble(words) - 8.0f; }
+  static reg byte_levels(const uint8_t* bytes) { return byte(widen(bytes)) - 128.0f; }
   static reg quads(const float* from, int64_t) { return load(from); }
   static void transpose(reg* rows) {
     const reg copy[width] = {rows[0], rows[1], rows[2], rows[3]};

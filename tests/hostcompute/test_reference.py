@@ -108,4 +108,4 @@ def test_packed_rows_are_codes_then_scales(name, size, groups):
         for column in range(groups * 32):
             group, inside = divmod(column, 32)
             code = int(raw[row, group * count + inside % count]) >> (inside // count * bits) & (2**bits - 1)
-            assert wide[row, 0, column] == (code - (2**bits - 1) / 2) * float(scales[row, group])
+            assert wide[row, 0, column] == (code - 2 ** (bits - 1)) * float(scales[row, group])
