@@ -15,7 +15,7 @@ constexpr int look_up_ahead = 12;  // rows
 // gives them only if more of them are on their way.
 constexpr int64_t fetch_ahead = 8192;
 constexpr int most_ahead = 4;
-constexpr int64_t packed_ahead = 20480;
+constexpr int64_t packed_ahead = 28672;
 constexpr int most_packed_ahead = 8;
 constexpr int64_t short_bytes = 4096;  // packed rows that are shorter are read in pairs
 constexpr int64_t page = 4096;
