@@ -83,10 +83,7 @@ class Matmul {
 
   void work(int thread) {
     float* wide = static_cast<float*>(pool_.scratch(thread).data());
-    int64_t upcoming = taken_.fetch_add(1);
-    while (upcoming < pieces_) {
-      const int64_t piece = upcoming;
-      upcoming = taken_.fetch_add(1);  // ahead, so that its first row can be fetched
+    for (int64_t piece = taken_.fetch_add(1); piece < pieces_; piece = taken_.fetch_add(1)) {
       const int64_t total = few_ || !call_.sum_rows ? call_.rows : call_.width;
       const int64_t begin = piece * size_;
       const int64_t end = std::min(total, begin + size_);
@@ -95,7 +92,7 @@ class Matmul {
       } else if (call_.sum_rows) {
         few_sums(begin, end, sum(piece));
       } else {
-        few_dots(begin, end, upcoming < pieces_ ? row(upcoming * size_) : nullptr);
+        few_dots(begin, end);
       }
     }
   }
@@ -112,17 +109,18 @@ class Matmul {
     return rows == pair ? tiles_.pair_axpy[tokens - 1] : tiles_.axpy[rows != 1][tokens - 1];
   }
 
-  void few_dots(int64_t begin, int64_t end, const char* then) const {
+  // Single rows lie one behind the other, which the CPU sees by itself: fetching them too only holds it up.
+  void few_dots(int64_t begin, int64_t end) const {
     const float* x[few_tokens];
     for (int64_t t = 0; t < call_.tokens; ++t) x[t] = call_.x + t * call_.width;
     for (int64_t r = begin; r < end;) {
       const int n = end - r >= together() ? together() : 1;
       const void* rows[tile];
-      const void* next[tile] = {then};
+      const void* next[tile];
       for (int i = 0; i < n; ++i) rows[i] = row(r + i);
       const bool known = r + 2 * n <= end;
       for (int i = 0; known && i < n; ++i) next[i] = row(r + n + i);
-      const bool fetch = known || (n == 1 && then != nullptr);
+      const bool fetch = known && n != 1;
       for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) {
         const int64_t some = std::min<int64_t>(tile, call_.tokens - t0);
         float out[tile * tile];
@@ -163,7 +161,8 @@ class Matmul {
       const int next = 1 - now;
       const int following = find_needed(&r, end, group, rows[next], indices[next]);
       if (n == group) {
-        add_needed(rows[now], indices[now], n, following == group ? rows[next] : nullptr, y);
+        const bool adjacent = group == 1 && following == 1 && indices[next][0] == indices[now][0] + 1;
+        add_needed(rows[now], indices[now], n, following == group && !adjacent ? rows[next] : nullptr, y);
       } else {
         for (int i = 0; i < n; ++i) add_needed(rows[now] + i, indices[now] + i, 1, nullptr, y);
       }
