@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.bandwidth import chunks, machine, read_buffer, seconds, summary
-from benchmarks.kernels import aligned_empty
+from benchmarks.kernel import aligned_empty
 from hostcompute import HostPool, default_threads, ffn_reference
 from hostcompute.dense import LIBRARIES, unavailable
 

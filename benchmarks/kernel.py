@@ -3,7 +3,7 @@
 One layer of 4096 x 11008, 10 % of its neurons a call, all of them live; disjoint sets of rows in turn, so
 that no call finds its rows in a cache. The answer is checked against the reference in the same run.
 
-python -m benchmarks.kernels --threads 1 2 --repeat 40
+python -m benchmarks.kernel --threads 1 2 --repeat 40
 """
 
 import argparse
@@ -132,15 +132,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--repeat", type=int, default=40)
+    parser.add_argument("--json", action="store_true", help="nothing but the JSON object")
     args = parser.parse_args()
-    print(f"D {WIDTH}, N {NEURONS}, {100 // SETS} % of the rows a call; median / p10 / min us, GB/s at the median")
+    say = (lambda *_: None) if args.json else print
+    say(f"D {WIDTH}, N {NEURONS}, {100 // SETS} % of the rows a call; median / p10 / min us, GB/s at the median")
     rows = []
     for dtype in args.dtypes:
         for threads in args.threads:
             rows.append(measure(dtype, threads, args.repeat))
-            print_row(rows[-1])
+            if not args.json:
+                print_row(rows[-1])
     overhead = {threads: empty_call_us(threads) for threads in args.threads}
-    print("empty call: " + ", ".join(f"{us} us on {threads} threads" for threads, us in overhead.items()))
+    say("empty call: " + ", ".join(f"{us} us on {threads} threads" for threads, us in overhead.items()))
     print(json.dumps({**machine(), "width": WIDTH, "neurons": NEURONS, "rows": rows, "empty_call_us": overhead}))
 
 
