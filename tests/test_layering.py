@@ -69,7 +69,7 @@ TABLE = {
     "vocabulary": row("config checkpoint", "numpy tokenizers"),
     "chat": row("config checkpoint text", "jinja2"),
     "fetch": row("config checkpoint convert model_folder predictors"),
-    "hugepages": row("hostcompute", "jax"),
+    "hugepages": row("bundles hostcompute", "jax numpy"),
     "pool": row("plan config bundles ops programs hostcompute hugepages budget policy.costs", "jax numpy ml_dtypes"),
     "staging": row("", "jax numpy"),
     "transfer": row("plan config bundles ops programs hostcompute budget policy.costs pool staging", "jax numpy"),

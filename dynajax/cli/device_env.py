@@ -9,7 +9,6 @@ import platform
 import subprocess
 from pathlib import Path
 
-from dynajax.checkpoint.places import cache_folder
 from dynajax.config import parse_budget
 from dynajax.errors import StorageError
 
@@ -37,6 +36,8 @@ def keep_programs() -> None:
     instructions that another lacks. A user's own JAX_COMPILATION_CACHE_DIR is left alone."""
     if KEPT in os.environ:
         return
+    from dynajax.checkpoint.places import cache_folder
+
     try:
         os.environ[KEPT] = str(cache_folder() / "programs" / _cpu_kind())
     except StorageError:  # no home: compiled each time

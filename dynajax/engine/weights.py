@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dynajax.budget import table_dtype
 from dynajax.checkpoint import Checkpoint
 from dynajax.checkpoint.quantised import PackedCheckpoint
-from dynajax.hugepages import on_huge_pages
+from dynajax.hugepages import put
 from dynajax.programs import MixturePrograms, Programs
 
 Leaves = tuple[jax.Array, ...]
@@ -51,7 +51,7 @@ def load_dense(
     spec, dtype = checkpoint.spec, programs.shapes.dtype
 
     def send(array: np.ndarray) -> jax.Array:
-        return on_huge_pages(jax.device_put(array, device).block_until_ready())
+        return put(array, device)
 
     def tables(dtype: str) -> list[np.ndarray]:
         learned = checkpoint.positions(dtype)

@@ -140,6 +140,6 @@ def test_without_a_home_nothing_is_kept(bare_environment, monkeypatch):
     def no_home():
         raise StorageError("no home")
 
-    monkeypatch.setattr(device_env, "cache_folder", no_home)
+    monkeypatch.setattr("dynajax.checkpoint.places.cache_folder", no_home)
     device_env.keep_programs()
     assert device_env.KEPT not in os.environ

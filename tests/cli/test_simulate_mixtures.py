@@ -106,7 +106,8 @@ def test_recall_and_constants_are_swept(command):
 def test_the_order_of_work(command):
     argv = (*DRAWN, *WIDE, "--policy", "scan", "--batch", 8, "--json", "--order")
     planner, engine = (command("simulate", *argv, order).json("simulate")["rows"][0] for order in ("planner", "engine"))
-    assert planner["decode_tok_s"] > engine["decode_tok_s"] and planner["prefill_tok_s"] != engine["prefill_tok_s"]
+    assert planner["prefill_tok_s"] > 1.05 * engine["prefill_tok_s"]
+    assert planner["decode_tok_s"] > 0.99 * engine["decode_tok_s"] != planner["decode_tok_s"]  # of so small experts
 
 
 def test_auto_has_the_engines_guard(command):
@@ -142,7 +143,7 @@ def test_recordings_as_they_ran_and_side_by_side(command):
     alone = command("simulate", *argv).json("simulate")
     several = command("simulate", *argv, "--batch", 16).json("simulate")
     assert (alone["model_batch"], several["model_batch"]) == (1, 16)
-    assert alone["predictions"] == {"corrected": "corrected: as recorded (gate)"}
+    assert alone["predictions"] == {"corrected": "corrected: as recorded (corrected)"}
     assert several["rows"][1]["weighted_hits"] > several["rows"][1]["hits"]
 
 
