@@ -20,6 +20,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # both processes of a run, an
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+if "DYNAJAX_CACHE" not in os.environ:  # whoever runs the tests keeps their own models and packed weights as they are
+    _cache = tempfile.mkdtemp(prefix="dynajax-tests-cache-")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+    os.environ["DYNAJAX_CACHE"] = _cache
 if "jax" in sys.modules:
     raise pytest.UsageError(
         "a pytest plugin imported jax before tests/conftest.py could set its platform: use -p no:NAME"

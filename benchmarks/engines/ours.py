@@ -59,9 +59,8 @@ class OwnSession:
         spec, shapes, sparsity = prepared.spec, prepared.programs.shapes, prepared.strategy.sparsity
         resident, total = sum(parts.pool.slots), spec.layers * spec.units
         whole = resident * unit_bytes(spec, shapes.dtype) + (total - resident) * unit_bytes(spec, prepared.host_dtype)
-        fixed = dense_bytes(spec, shapes.dtype) + kv_bytes(
-            spec, shapes.dtype, (self._begin + self._position) // 2, batch
-        )
+        cached = kv_bytes(spec, shapes.kv_type.name, (self._begin + self._position) // 2, batch)
+        fixed = dense_bytes(spec, shapes.dtype) + cached
         if sparsity == "dense":
             return fixed + whole
         if density is None or batch > 1:
