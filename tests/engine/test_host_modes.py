@@ -72,7 +72,7 @@ def figures(result) -> dict:
     }
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["relu", "drelu", "silu"])
 def test_every_mode_counts_alike(folders, kind, batch):
     """Of a batch the second row ends long before the first: then it is neither computed nor counted."""

@@ -36,7 +36,7 @@ CONFIGS = {
 }
 
 
-SLOW = ("auto-batch", "threads")
+SLOW = ("auto-batch", "threads", "callback")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_peak_stays_within_budget_and_near_the_plan(models, config):
 
 
 @pytest.mark.parametrize("mode", ["ffi", "resident"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_program_has_more_scratch_than_was_planned(mode, batch):
     """Whatever the pools hold: none, all or some, alike in every layer or not."""
     spec = SPECS["relu"]

@@ -34,10 +34,10 @@ def plain() -> float:
     return loss("float16")
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("int8", 0.004), ("int4", 0.02)])
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 0.002), ("int4", 0.01)])
 def test_what_few_bits_cost(plain, dtype, most):
-    """Measured: 4.5815 in float16, 0.0008 less in int8, 0.0130 more in int4."""
-    assert -most / 2 < loss(dtype) - plain < most
+    """Measured: 4.5815 in float16, 0.0003 more in int8, 0.0051 in int4."""
+    assert -most < loss(dtype) - plain < most
 
 
 def test_the_bound_notices_scales_that_clip(plain, monkeypatch, tmp_path):

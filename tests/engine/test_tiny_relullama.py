@@ -47,7 +47,7 @@ def test_every_budget_gives_the_tokens_of_transformers(reference, sparsity):
             assert abs(memory["plan_bytes"] - memory["peak_bytes"]) <= 0.02 * memory["peak_bytes"]
 
 
-@pytest.mark.parametrize("sparsity", ["dense", "exact"])
+@pytest.mark.parametrize("sparsity", [pytest.param("dense", marks=pytest.mark.slow), "exact"])
 def test_callback_mode_gives_the_tokens_of_transformers(reference, sparsity):
     budget = budgets(host_mode="callback")[2]
     settings = {"vram_budget": budget, "sparsity": sparsity, "host_mode": "callback", **FLOAT32}
