@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +18,18 @@ from dynajax.errors import StorageError, UsageError
 DRAFT_SUFFIX = ".partial"
 
 
+def own_mark() -> str:
+    """Of this thread, among all that may write the same file at once."""
+    return f"{os.getpid()}-{threading.get_ident()}"
+
+
 @contextmanager
 def draft_file(path: Path, needed_bytes: int) -> Generator[BinaryIO, None, None]:
     """A file beside `path` that takes its place if the block ends well: readers see the old one or the new one, whole.
 
     StorageError, which names `needed_bytes`, if it cannot be written.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.{own_mark()}.tmp")
     try:
         try:
             with draft.open("wb") as file:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Generator
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from dynajax.checkpoint.aliases import did_you_mean
 from dynajax.checkpoint.download import HubFile, download, is_whole, part_bytes
+from dynajax.checkpoint.drafts import own_mark
 from dynajax.checkpoint.hub_files import PICKLE_SUFFIX, SETTINGS_ONLY, Wanted
 from dynajax.checkpoint.paths import is_plain_name
 from dynajax.checkpoint.places import cache_folder
@@ -239,7 +239,7 @@ def _write_ref(repo: Repo, commit: str) -> None:
     if _COMMIT.fullmatch(repo.revision):
         return
     repo.ref.parent.mkdir(parents=True, exist_ok=True)
-    fresh = repo.ref.with_name(f"{repo.ref.name}.{os.getpid()}.tmp")
+    fresh = repo.ref.with_name(f"{repo.ref.name}.{own_mark()}.tmp")
     fresh.write_text(commit, encoding="ascii")
     fresh.replace(repo.ref)
 
