@@ -32,7 +32,7 @@ BUDGETS = [
     for share in SHARES
 ]
 HOST_MODES = [
-    pytest.param(family, mode, marks=[] if mode != "callback" or family == "opt" else [pytest.mark.slow])
+    pytest.param(family, mode, marks=[] if mode == "ffi" or family == "opt" else [pytest.mark.slow])
     for family in MODES
     for mode in ("threads", "callback", "ffi")
 ]

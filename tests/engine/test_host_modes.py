@@ -46,7 +46,7 @@ def mode_of(engine: Engine) -> str:
     return engine.stats()["host_mode"]
 
 
-@pytest.mark.parametrize("kind", ["relu", "drelu", "silu"])
+@pytest.mark.parametrize("kind", ["relu", pytest.param("drelu", marks=pytest.mark.slow), "silu"])
 def test_every_mode_gives_the_same_tokens(folders, kind):
     found = {}
     for mode in (*OFFLOAD, "resident"):
