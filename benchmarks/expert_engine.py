@@ -65,7 +65,7 @@ def linked(hardware: Hardware, times: float):
 
 def opened(model: str, share: float, batch: int, ctx: int, wishes: dict[str, Any]) -> Parts:
     """An engine with that share of the experts on the device, whatever else its policy needs there."""
-    settings: dict[str, Any] = {"ctx": ctx, "batch": batch, "staging": "plain", **wishes}
+    settings: dict[str, Any] = {"ctx": ctx, "batch": batch, "staging": "plain", "dtype": "float32", **wishes}
     plan = plan_for(model, EngineConfig(**settings, vram_budget="64GiB"))
     folder = model_folder(model, offline=True, config_only=True, progress=lambda *_: None)
     from dynajax.checkpoint import read_spec
