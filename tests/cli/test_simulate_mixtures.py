@@ -104,10 +104,12 @@ def test_recall_and_constants_are_swept(command):
 
 
 def test_the_order_of_work(command):
-    argv = (*DRAWN, *WIDE, "--policy", "scan", "--batch", 8, "--json", "--order")
+    """Of experts that take longer to move than to plan: of tiny-moe's the two orders decode alike."""
+    drawn = ("--trace", "synthetic:deepseek-v2-lite", "--hardware", "dali-pc")
+    argv = (*drawn, "--policy", "scan", "--batch", 32, "--json", "--order")
     planner, engine = (command("simulate", *argv, order).json("simulate")["rows"][0] for order in ("planner", "engine"))
-    assert planner["prefill_tok_s"] > 1.05 * engine["prefill_tok_s"]
-    assert planner["decode_tok_s"] > 0.99 * engine["decode_tok_s"] != planner["decode_tok_s"]  # of so small experts
+    assert planner["decode_tok_s"] > 1.005 * engine["decode_tok_s"]
+    assert planner["prefill_tok_s"] > 1.2 * engine["prefill_tok_s"]
 
 
 def test_auto_has_the_engines_guard(command):

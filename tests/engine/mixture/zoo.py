@@ -57,8 +57,9 @@ def opened(folder: Path, share: float, **settings):
         parts = engine._parts
         memory = parts.prepared.memory
         assert memory.units_resident <= share * memory.units_total + 1e-9
-        whole_layers = settings.get("policy") == "layer-split"  # of which none may fit
-        assert share == 0 or whole_layers or memory.units_resident > 0
+        layers = len(parts.prepared.spec.unit_layers)
+        places = layers if settings.get("policy") == "layer-split" else memory.units_total  # what is placed as one
+        assert share * places < 1 or memory.units_resident > 0
         yield parts
 
 
