@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +17,7 @@ from dynajax.engine.prediction import Predictors, load_predictors, source_of_uni
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece
 from dynajax.engine.threads import ThreadsRunner
+from dynajax.engine.token import Operands, run_token
 from dynajax.programs import bucket_of
 from dynajax.programs.bodies import Told
 from dynajax.quant import values_of
@@ -80,21 +79,15 @@ class SkippingRunner:
         programs, weights, pool = self._loaded.programs, self._loaded.weights, self._loaded.pool
         prefix = bucket_of(int(positions.max()) + 1, programs.shapes.prefixes)
         program = programs.get("token_skipping_rows", prefix, *self._foretold)
-        ends = (weights.norm, weights.table, weights.tables)
-        start = ids if weights.tables else weights.lookup(ids, positions)
-        caches = (tuple(state.ks), tuple(state.vs))
         looks = (self._token + np.arange(len(weights.layers))) % CHECK_EVERY == 0
-        with pool.lock:
-            begin = time.perf_counter()
-            pools = tuple(pool.parts(layer) for layer in range(len(weights.layers)))
-            logits, self._counts, ks, vs = program(
-                ends, weights.layers, caches, pools, self._told, start, self._counts, positions, active, looks,
-                self.theta,
-            )  # fmt: skip
-            state.ks, state.vs = list(ks), list(vs)
-            logits.block_until_ready()
-        if self.lanes is not None:
-            self.lanes.add("device", "token", begin, time.perf_counter())
+
+        def run(given: Operands):
+            ends, caches, pools, start = given
+            known = (self._told, start, self._counts, positions, active, looks, self.theta)
+            logits, self._counts, ks, vs = program(ends, weights.layers, caches, pools, *known)
+            return logits, ks, vs
+
+        logits = run_token(weights, pool, state, ids, positions, self.lanes, run)
         rows = int(active.sum())
         self._token, self._rows = self._token + 1, self._rows + rows
         self._seen[looks] += rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import jax
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +10,7 @@ from dynajax.engine.hosts import Host
 from dynajax.engine.mixture.layers import MixtureLayers
 from dynajax.engine.state import DeviceState
 from dynajax.engine.stepper import OnPart, Piece
+from dynajax.engine.token import Operands, run_token
 from dynajax.programs import bucket_of
 from dynajax.timeline import Lanes
 
@@ -47,19 +46,15 @@ class MixtureTokenRunner:
             return layers.rows(state, ids, positions, active)
         prefix = bucket_of(int(positions.max()) + 1, layers.programs.shapes.prefixes)
         program = layers.programs.get("token_rows", prefix, *pool.slots)
-        ends = (weights.norm, weights.table, weights.tables)
-        start = ids if weights.tables else weights.lookup(ids, positions)
         first = layers.spec.stepped[0]
-        caches, leaves = (tuple(state.ks), tuple(state.vs)), (weights.layers[first:], weights.routing[first:])
-        state_now, source = (start, state.tally, positions, active), layers.sources(state)
-        with pool.lock, self._host.running(active):
-            begin = time.perf_counter()
-            pools = tuple(pool.parts(m) for m in range(len(pool.slots)))
-            where = tuple(layers.slots_of(m) for m in range(len(pool.slots)))
-            given = (self._host.handle, ends, leaves, caches, pools, *state_now, where, *source)
-            logits, state.tally, ks, vs = program(*given)
-            state.ks, state.vs = list(ks), list(vs)
-            logits.block_until_ready()
-        if self.lanes is not None:
-            self.lanes.add("device", "token", begin, time.perf_counter())
-        return logits
+        leaves = (weights.layers[first:], weights.routing[first:])
+
+        def run(given: Operands):
+            ends, caches, pools, start = given
+            where = tuple(layers.slots_of(m) for m in range(len(pools)))
+            known = (start, state.tally, positions, active, where, *layers.sources(state))
+            logits, state.tally, ks, vs = program(self._host.handle, ends, leaves, caches, pools, *known)
+            return logits, ks, vs
+
+        with self._host.running(active):
+            return run_token(weights, pool, state, ids, positions, self.lanes, run)
