@@ -5,7 +5,7 @@ largest magnitude has the outermost level. Copies for predictors have levels sym
 Inside a group byte j holds the columns j, j + n, j + 2 n, ... (n = 4 * bits bytes), the first in its lowest bits.
 
 A packed matrix is uint8 [rows, groups, 4 * bits + 2], so that its shape tells bits and width. The bytes of a row are
-those of one block: the codes of all groups, then the scales of all groups.
+those of one block: the codes of all groups, then the scales of all groups. `hostcompute.packed` unpacks them.
 """
 
 from __future__ import annotations
@@ -114,21 +114,6 @@ def pack_into(
         out[rows, scales_where] = coded.scales.view(np.uint8).reshape(len(block), -1)
 
 
-def unpack(packed: npt.NDArray[np.uint8]) -> Floats:
-    """What a packed array stands for, uint8 [..., groups, 4 * bits + 2] -> float32 [..., D]: what all kernels must use.
-    Exact: a level has at most 9 bits and a scale 11."""
-    bits, (*outer, groups, size) = bits_of(packed), packed.shape
-    rows = packed.reshape(-1, groups * size)
-    codes = rows[:, : groups * (size - 2)].reshape(-1, groups, size - 2)
-    scales = np.ascontiguousarray(rows[:, groups * (size - 2) :]).view(np.float16)
-    return dequantise_groups(Grouped(codes, scales), bits, ZERO[bits]).reshape(*outer, groups * GROUP)
-
-
-def values_of(array: npt.NDArray) -> npt.NDArray:
-    """Weights as numbers: float ones as they are, packed ones unpacked."""
-    return unpack(array) if array.dtype == np.uint8 else array
-
-
 def checked(values: npt.NDArray) -> Floats:
     """As float32. NumericalError: NaN, infinity, or magnitudes beyond float16."""
     block = values.astype(np.float32, order="C")
@@ -186,15 +171,15 @@ def quantise_groups(block: Floats, bits: int, scales: Floats, zero: float) -> Gr
     return Grouped(np.bitwise_or.reduce(parts << shifts, axis=2), rounded)
 
 
-def dequantise_groups(grouped: Grouped, bits: int, zero: float) -> Floats:
-    """[rows, groups, 32] float32, one element's bits after the other."""
+def dequantise_groups(grouped: Grouped, bits: int) -> Floats:
+    """What copies for predictors stand for [rows, groups, 32] float32, one element's bits after the other."""
     check_bits(bits)
     codes, scales = grouped.codes, grouped.scales.astype(np.float32)
     count = 4 * bits  # bytes a group
     out = np.empty((*scales.shape, GROUP), np.float32)
     for element in range(GROUP):
         code = (codes[:, :, element % count] >> (bits * (element // count))) & (2**bits - 1)
-        out[:, :, element] = (code - np.float32(zero)) * scales
+        out[:, :, element] = (code - np.float32(symmetric_zero(bits))) * scales
     return out
 
 

@@ -44,7 +44,9 @@ def row_type(array: np.ndarray) -> str:
 
 
 def unpack(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """The values [..., D] of packed rows. Exact: nine bits times eleven."""
+    """The values [..., D] of packed rows. Exact: nine bits times eleven. ValueError for anything else."""
+    if not is_packed(packed):
+        raise ValueError(f"packed must be uint8 [..., groups, 34 or 18], got {packed.dtype} {packed.shape}")
     *outer, groups, size = packed.shape
     code_bytes = size - 2
     bits = code_bytes // 4

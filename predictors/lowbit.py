@@ -68,7 +68,7 @@ def dequantise(packed: LowBit) -> npt.NDArray[np.float32]:
     """The matrix [F, D] that the copy stands for: what the products must use."""
     rows, groups = packed.scales.shape
     grouped = Grouped(packed.codes.reshape(rows, groups, 4 * packed.bits), packed.scales)
-    values = dequantise_groups(grouped, packed.bits, symmetric_zero(packed.bits))
+    values = dequantise_groups(grouped, packed.bits)
     return values.reshape(rows, groups * GROUP)[:, : packed.columns]
 
 

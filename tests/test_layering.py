@@ -79,7 +79,7 @@ TABLE = {
     "engine": row(ENGINE, JAX_STACK),
     "reference": row("", "numpy"),
     "verify": row("checkpoint config engine model_folder plan reference text", "jax numpy"),
-    "testing": row("config models checkpoint quant reference", f"{JAX_STACK} safetensors"),
+    "testing": row("config models checkpoint quant reference hostcompute.packed", f"{JAX_STACK} safetensors"),
     "testing.families": row("", "numpy ml_dtypes safetensors"),  # shares nothing with what it is to test
     "training": row("config models ops checkpoint", f"{JAX_STACK} optax orbax safetensors tokenizers"),
     "cli": row(

@@ -12,7 +12,7 @@ from dynajax.config import ModelSpec
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.observing import Observer, Seen
-from dynajax.quant import values_of
+from hostcompute.packed import widened
 from predictors.calibration import top_mask
 
 Bools = npt.NDArray[np.bool_]
@@ -43,7 +43,7 @@ class LiveCheck:
     def __init__(self, loaded: Loaded, aside: ColdSide, density: float | None):  # aside: with counters of its own
         self._parts = (loaded.programs, loaded.weights, loaded.pool, aside)
         self._wanted = Wanted(
-            loaded.programs.shapes.spec, density, lambda layer: values_of(loaded.units(layer)[:, -1, 0])
+            loaded.programs.shapes.spec, density, lambda layer: widened(loaded.units(layer)[:, -1, 0])
         )
         self._live: Bools | None = None
         self._observer = self.observer(self._take)

@@ -20,8 +20,8 @@ from dynajax.engine.threads import ThreadsRunner
 from dynajax.engine.token import Operands, run_token
 from dynajax.programs import bucket_of
 from dynajax.programs.bodies import Told
-from dynajax.quant import values_of
 from dynajax.timeline import Lanes
+from hostcompute.packed import widened
 from predictors.gate import GateSource
 
 
@@ -44,7 +44,7 @@ class SkippingRunner:
     def _told_of(self, layer: int) -> Told:
         norms, spec = None, self._loaded.programs.shapes.spec
         if not spec.activation.has_zeros:
-            down = values_of(self._loaded.units(layer)[:, -1, 0]).astype(np.float32)
+            down = widened(self._loaded.units(layer)[:, -1, 0]).astype(np.float32)
             norms = jnp.asarray(np.linalg.norm(down, axis=1))
         place = self.predictors.prediction.skipping(layer)
         assert place is not None, f"layer {layer} has no scores to skip by"
@@ -118,7 +118,7 @@ def predictors_of(
         norm = "attention_norm" if spec.shared_norm else "ffn_norm"
         weight = leaf(layer, norm)
         assert weight is not None
-        return source_of_units(spec, values_of(loaded.units(layer)), weight, leaf(layer, f"{norm}_bias"))
+        return source_of_units(spec, widened(loaded.units(layer)), weight, leaf(layer, f"{norm}_bias"))
 
     def bias(layer: int) -> npt.NDArray | None:
         """What waits in the stream behind this layer's attention for its FFN, and is none of it."""

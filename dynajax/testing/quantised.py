@@ -11,7 +11,8 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from dynajax.quant import pack, unpack
+from dynajax.quant import pack
+from hostcompute.packed import unpack
 
 _TABLES = re.compile(r"(embed_tokens|word_embeddings|shared)\.weight$")
 _ROUTERS = r"router|mlp\.gate\.weight|block_sparse_moe\.gate\.weight|shared_expert_gate"

@@ -19,7 +19,8 @@ from dynajax.ops.packed import (
     sum_reference,
     unpacked,
 )
-from dynajax.quant import pack, unpack
+from dynajax.quant import pack
+from hostcompute.packed import unpack
 
 SHAPES = [(7, 32), (50, 96), (600, 8192)]  # the last one: two blocks and a rest
 TOKENS = [1, 3, FEW_ROWS + 1]
