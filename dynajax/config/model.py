@@ -176,7 +176,7 @@ class ModelSpec:
         if self.latent is not None:
             return 2 * self.norm_parameters + self._latent_parameters(self.latent)
         q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        count = 2 * self.hidden * (q_dim + kv_dim) + self.norm_parameters * (1 if self.shared_norm else 2)
+        count = self.block_matrices + self.norm_parameters * (1 if self.shared_norm else 2)
         count += (q_dim + 2 * kv_dim) * self.qkv_bias + self.hidden * (self.o_bias + self.ffn_bias)
         count += self.relative_parameters
         return count + 2 * self.head_dim * self.qk_norm + (q_dim + kv_dim) * self.qk_norm_whole
@@ -208,17 +208,12 @@ class ModelSpec:
         """What all layers of a decoder behind an encoder have besides, and the encoder's final norm."""
         if self.encoder is None:
             return 0
-        width = 2 * self.head_dim * (self.heads + self.kv_heads)
-        return len(self.stepped) * (self.hidden * width + self.norm_parameters) + self.norm_parameters
+        return self.cross_matrices + (len(self.stepped) + 1) * self.norm_parameters
 
     @property
     def cross_matrices(self) -> int:
         """Of `cross_parameters` those in matrices."""
-        return (
-            0
-            if self.encoder is None
-            else len(self.stepped) * 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        )
+        return 0 if self.encoder is None else len(self.stepped) * self.block_matrices
 
     def _latent_parameters(self, latent: LatentSpec) -> int:
         """Parameters of one layer's attention with latents."""

@@ -78,4 +78,19 @@ class Ahead {
   int64_t left_ = 0;  // pieces of this row that are not fetched yet, the first one included
 };
 
+// A dot of R rows with T tokens where registers are few: half of the tokens, then the rest, over rows that are in the
+// first cache by now.
+template <int R, int T>
+void in_two_passes(DotTile early, DotTile late, const void* const* rows, const float* const* x, int64_t d,
+                   const void* const* next, float* out) {
+  constexpr int first = T / 2;
+  float part[tile * tile];
+  early(rows, x, d, next, part);
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < first; ++t) out[r * T + t] = part[r * first + t];
+  late(rows, x + first, d, nullptr, part);
+  for (int r = 0; r < R; ++r)
+    for (int t = first; t < T; ++t) out[r * T + t] = part[r * (T - first) + t - first];
+}
+
 }  // namespace

@@ -20,15 +20,8 @@ constexpr int sums_each(int pairs) {
 
 template <typename Weight, int R, int T>
 void dot_tile(const void* const* rows, const float* const* x, int64_t d, const void* const* next, float* out) {
-  if constexpr (R * T > Simd::max_pairs && T > 1) {  // few registers: two passes over rows that are in L1 by now
-    constexpr int first = T / 2;
-    float part[tile * tile];
-    dot_tile<Weight, R, first>(rows, x, d, next, part);
-    for (int r = 0; r < R; ++r)
-      for (int t = 0; t < first; ++t) out[r * T + t] = part[r * first + t];
-    dot_tile<Weight, R, T - first>(rows, x + first, d, nullptr, part);
-    for (int r = 0; r < R; ++r)
-      for (int t = first; t < T; ++t) out[r * T + t] = part[r * (T - first) + t - first];
+  if constexpr (R * T > Simd::max_pairs && T > 1) {
+    in_two_passes<R, T>(dot_tile<Weight, R, T / 2>, dot_tile<Weight, R, T - T / 2>, rows, x, d, next, out);
   } else {
     constexpr int K = sums_each<Weight>(R * T);
     typename Simd::reg sums[R][T][K];

@@ -62,17 +62,25 @@ __attribute__((always_inline)) inline void for_groups(const void* const* rows, c
   }
 }
 
+// The levels of one step of a group, of every row; times the group's scale where they meet more than one token.
+template <int Bits, int R, bool Scaled>
+__attribute__((always_inline)) inline void load_rows(const PackedRows<Bits, R>& packed, int64_t index, int step,
+                                                     const float (&factors)[R][scales_ahead], int64_t place,
+                                                     Simd::reg (&levels)[R][2]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    load_levels<Bits>(packed.codes[r] + index * packed.group_bytes, step, levels[r]);
+    if constexpr (Scaled) {
+      const Simd::reg factor = Simd::broadcast(factors[r][place]);
+      for (Simd::reg& level : levels[r]) level = Simd::mul(level, factor);
+    }
+  }
+}
+
 template <int Bits, int R, int T>
 void packed_dot(const void* const* rows, const float* const* x, int64_t d, const void* const* next, float* out) {
-  if constexpr (R * T > Simd::max_pairs && T > 1) {  // few registers: two passes over rows that are in L1 by now
-    constexpr int first = T / 2;
-    float part[tile * tile];
-    packed_dot<Bits, R, first>(rows, x, d, next, part);
-    for (int r = 0; r < R; ++r)
-      for (int t = 0; t < first; ++t) out[r * T + t] = part[r * first + t];
-    packed_dot<Bits, R, T - first>(rows, x + first, d, nullptr, part);
-    for (int r = 0; r < R; ++r)
-      for (int t = first; t < T; ++t) out[r * T + t] = part[r * (T - first) + t - first];
+  if constexpr (R * T > Simd::max_pairs && T > 1) {
+    in_two_passes<R, T>(packed_dot<Bits, R, T / 2>, packed_dot<Bits, R, T - T / 2>, rows, x, d, next, out);
   } else {
     constexpr int K = R * T >= 4 ? 1 : 4 / (R * T);
     const PackedRows<Bits, R> packed(rows, d / group_columns);
@@ -91,14 +99,7 @@ void packed_dot(const void* const* rows, const float* const* x, int64_t d, const
 #pragma GCC unroll 4
       for (int step = 0; step < group_steps; ++step) {
         Simd::reg levels[R][2];
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          load_levels<Bits>(packed.codes[r] + index * packed.group_bytes, step, levels[r]);
-          if constexpr (T > 1) {
-            const Simd::reg factor = Simd::broadcast(factors[r][place]);
-            for (Simd::reg& level : levels[r]) level = Simd::mul(level, factor);
-          }
-        }
+        load_rows<Bits, R, (T > 1)>(packed, index, step, factors, place, levels);
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
           const float* from = x[t] + index * group_columns + step * Simd::width;
@@ -151,14 +152,7 @@ void packed_axpy(const void* const* rows, const float* h, int64_t d, const void*
 #pragma GCC unroll 4
     for (int step = 0; step < group_steps; ++step) {
       Simd::reg levels[R][2];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        load_levels<Bits>(packed.codes[r] + index * packed.group_bytes, step, levels[r]);
-        if constexpr (T > 1) {
-          const Simd::reg factor = Simd::broadcast(factors[r][place]);
-          for (Simd::reg& level : levels[r]) level = Simd::mul(level, factor);
-        }
-      }
+      load_rows<Bits, R, (T > 1)>(packed, index, step, factors, place, levels);
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
         float* to = y[t] + index * group_columns + step * Simd::width;
