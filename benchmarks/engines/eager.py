@@ -8,27 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engines.worker import Logits, Opened, serve
+from benchmarks.engines.worker import Logits, Opened, PlainSession, serve
 
 
-class TorchSession:
+class TorchSession(PlainSession):
     """A causal model of transformers and the cache of the current round."""
 
     def __init__(self, torch: Any, model: Any):
         self._torch, self._model, self._cache = torch, model, None
 
-    def prefill(self, prompts: list[list[int]]) -> Logits:
-        """All prompts in one call, into a new cache."""
+    def _forget(self) -> None:
         self._cache = None
-        return self._run(prompts)
-
-    def step(self, ids: list[int]) -> Logits:
-        """One token more in every row."""
-        return self._run([[token] for token in ids])
-
-    def facts(self) -> dict[str, Any]:
-        """Nothing is compiled or skipped."""
-        return {"compile_s": 0.0, "hot_share": None, "floor_bytes": None}
 
     def _run(self, rows: list[list[int]]) -> Logits:
         with self._torch.inference_mode():

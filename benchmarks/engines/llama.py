@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engines.worker import Logits, Opened, serve
+from benchmarks.engines.worker import Logits, Opened, PlainSession, serve
 
 CTX_STEP = 256  # llama.cpp rounds the cache to this
 
 
-class LlamaSession:
+class LlamaSession(PlainSession):
     """A context with `batch` sequences, every setting but threads and sizes at llama.cpp's default."""
 
     def __init__(self, llama: Any, settings: dict[str, Any]):
@@ -37,22 +37,11 @@ class LlamaSession:
         self._vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         self._tokens = llama.llama_batch_init(params.n_batch, 0, 1)
 
-    def prefill(self, prompts: list[list[int]]) -> Logits:
-        """All prompts in one call, from an empty cache."""
+    def _forget(self) -> None:
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
         self._position = 0
-        return self._run(prompts)
-
-    def step(self, ids: list[int]) -> Logits:
-        """One token more in every row."""
-        return self._run([[token] for token in ids])
-
-    def facts(self) -> dict[str, Any]:
-        """Nothing is compiled or skipped."""
-        return {"compile_s": 0.0, "hot_share": None, "floor_bytes": None}
 
     def _run(self, rows: list[list[int]]) -> Logits:
-        """rows [B, T] at the next T positions -> the logits behind the last of each row."""
         tokens, at, ends = self._tokens, 0, []
         for row, ids in enumerate(rows):
             for offset, token in enumerate(ids):

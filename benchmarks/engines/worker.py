@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,31 @@ class Session(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """What the round just ended showed."""
+
+
+class PlainSession(ABC):
+    """Of an engine that computes everything, with nothing to compile."""
+
+    def prefill(self, prompts: list[list[int]]) -> Logits:
+        """See Session."""
+        self._forget()
+        return self._run(prompts)
+
+    def step(self, ids: list[int]) -> Logits:
+        """See Session."""
+        return self._run([[token] for token in ids])
+
+    def facts(self) -> dict[str, Any]:
+        """See Session."""
+        return {"compile_s": 0.0, "hot_share": None, "floor_bytes": None}
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Empty the cache."""
+
+    @abstractmethod
+    def _run(self, rows: list[list[int]]) -> Logits:
+        """rows [B, T] at the next T positions -> the logits behind the last of each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
