@@ -115,7 +115,8 @@ def packed_copy(checkpoint: Checkpoint, dtype: str, progress: Progress) -> Check
 
 
 def _write(path: Path, checkpoint: Checkpoint, dtype: str, progress: Progress) -> None:
-    """StorageError if there is no room, before anything is written where that can be known."""
+    """StorageError if there is no room, before anything is written where that can be known. Layer after layer: the
+    library's own writer wants all of it in memory at once."""
     needed = _needed_bytes(checkpoint, dtype)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

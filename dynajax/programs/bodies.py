@@ -169,16 +169,15 @@ def head(norm: Parts, table, x, y_cold, *, spec: ModelSpec):
     return contract("BD,VD->BV", scaled(x, spec.logit_scale), table)
 
 
-def token_rows(
-    ends, blocks, caches, pools, hosts: Hosts, start, tally, positions, active, *, prefix: int, skip_zeros: bool = True
-):
+def token_rows(ends, blocks, caches, pools, hosts: Hosts, state, *, prefix: int, skip_zeros: bool = True):
     """A whole decode step in one program -> logits [B,V], tally, ks, vs.
 
     ends: norm, head's table, and the tables of `embed_rows`, () where the embeddings are on the host: then `start` is
-    x [B,D], else ids [B]. hosts[i] computes the units of layer i that are not on the device, None where all are;
-    pools[i] is () where none is.
+    x [B,D], else ids [B]. state: start, tally, positions, active. hosts[i] computes the units of layer i that are not
+    on the device, None where all are; pools[i] is () where none is.
     """
     norm, table, tables = ends
+    start, tally, positions, active = state
     spec = blocks[0].spec
     ks, vs = map(list, caches)
     x = embed_rows(tables, start, positions, spec=spec) if tables else start
@@ -194,15 +193,16 @@ def token_rows(
 
 
 def token_skipping_rows(
-    ends, blocks, caches, pools, told: Sequence[Told], start, counts, positions, active, looks, theta,
-    *, prefix: int, asked: Sequence[Asked],
-):  # fmt: skip
+    ends, blocks, caches, pools, told: Sequence[Told], state, *, prefix: int, asked: Sequence[Asked]
+):
     """`token_rows` where every unit is on the device, in order, and is computed if its score reaches theta.
 
-    asked and told say of every layer who foretells it. looks [L] bool: in which layers all that is live is looked up.
-    counts [3, L] int32 gain, of the active rows: neurons computed; in layers looked at, live ones, and those computed.
+    asked and told say of every layer who foretells it. state: start, counts, positions, active, looks, theta. looks [L]
+    bool: in which layers all that is live is looked up. counts [3, L] int32 gain, of the active rows: neurons computed;
+    in layers looked at, live ones, and those computed.
     """
     norm, table, tables = ends
+    start, counts, positions, active, looks, theta = state
     spec = blocks[0].spec
     shape = Shape.of(spec)
     ks, vs = map(list, caches)

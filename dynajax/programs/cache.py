@@ -198,10 +198,10 @@ class Programs:
         return jax.jit(write_slots, donate_argnums=0).lower(self._parts(slots), rows, shape_of((count,), "int32"))
 
     def token_rows(self, prefix: int, *slots: int) -> jax.stages.Lowered:
-        def run(handle, ends, leaves, caches, pools, start, tally, positions, active):
+        def run(handle, ends, leaves, caches, pools, *state):
             blocks, hosts = [self._merge(leaf) for leaf in leaves], self._hosts(handle, slots)
             body = partial(self._hot(bodies.token_rows), prefix=prefix)
-            return body(ends, blocks, caches, pools, hosts, start, tally, positions, active)
+            return body(ends, blocks, caches, pools, hosts, state)
 
         args = (HANDLE, self._ends(), *self._stacks(slots), self._start(), self._tally, self._ids, self._active)
         return jax.jit(run, donate_argnums=(3, 6)).lower(*args)
@@ -211,10 +211,10 @@ class Programs:
         spec, kinds = self.shapes.spec, [self.forms[str(name)] for name in foretold[1::2]]
         asked = [bodies.Asked(int(at), kind.form, kind.density) for at, kind in zip(foretold[::2], kinds, strict=True)]
 
-        def run(ends, leaves, caches, pools, told, start, counts, positions, active, looks, theta):
+        def run(ends, leaves, caches, pools, told, *state):
             blocks = [self._merge(leaf) for leaf in leaves]
             body = partial(bodies.token_skipping_rows, prefix=prefix, asked=asked)
-            return body(ends, blocks, caches, pools, told, start, counts, positions, active, looks, theta)
+            return body(ends, blocks, caches, pools, told, state)
 
         norms = None if spec.activation.has_zeros else shape_of((spec.ffn,))
         told = tuple(bodies.Told(self._params(kind), shape_of(()), shape_of(()), norms) for kind in kinds)

@@ -105,12 +105,10 @@ class MixturePrograms(Programs):
             hosts, state = self._hosts(handle, slots), (start, tally, positions, active, where)
             return bodies.token_rows(ends, blocks, caches, pools, hosts, state, prefix=prefix)
 
-        ends = (self._norm, self._table, self._tables if spec.tied else ())
-        start = self._ids if spec.tied else self._rows
         attention, caches, pools = self._stacks(slots)
         leaves = (attention, tuple(self._routing[kind][2] for kind in kinds))
         where = (shape_of((spec.units,), "int32"),) * len(slots)
-        args = (HANDLE, ends, leaves, caches, pools, start, self._tally, self._ids, self._active, where)
+        args = (HANDLE, self._ends(), leaves, caches, pools, self._start(), self._tally, self._ids, self._active, where)
         return jax.jit(run, donate_argnums=(3, 6)).lower(*args)
 
     def _hosts(self, handle, slots):

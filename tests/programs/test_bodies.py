@@ -175,7 +175,8 @@ def test_a_whole_step_is_its_parts_one_after_the_other(name):
     ends = (norm, table, tables if spec.tied else ())
     whole = partial(bodies.token_rows, prefix=256)
     caches, start = (tuple(ks), tuple(vs)), ids if spec.tied else x
-    logits, counted, k_whole, v_whole = whole(ends, blocks, caches, pools, hosts, start, tally, positions, active)
+    state = (start, tally, positions, active)
+    logits, counted, k_whole, v_whole = whole(ends, blocks, caches, pools, hosts, state)
 
     y_cold = jnp.zeros((2, spec.unit_width))
     for layer, block in enumerate(blocks):

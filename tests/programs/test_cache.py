@@ -81,7 +81,7 @@ def token_rows(make, names, prefix, *slots):
     args = start, make.ints(50, spec.layers), POSITIONS, ACTIVE
     flat = tuple(leaves(block, names) for block in blocks)
     body = partial(bodies.token_rows, prefix=prefix)
-    return (handle, ends, flat, caches, pools, *args), lambda: body(ends, blocks, caches, pools, hosts, *args)
+    return (handle, ends, flat, caches, pools, *args), lambda: body(ends, blocks, caches, pools, hosts, args)
 
 
 CASES = [

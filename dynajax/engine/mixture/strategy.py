@@ -55,7 +55,7 @@ def resolve_mixture(config: EngineConfig, spec: ModelSpec, platform: str) -> Mix
         raise UsageError(f"--sparsity predicted skips neurons, and routing is never altered: use {plain} or auto")
     if config.sparsity == "exact" and plain == "dense":
         raise UsageError(f"--sparsity exact needs true zeros, which {spec.activation.kind} has not: use dense")
-    expert_config(config.knobs)
+    expert_config(config.knobs)  # refuses what places neurons only
     name = config.policy
     if name == "auto" and platform == "cpu":
         name = "static"
