@@ -22,32 +22,58 @@ using DotTile = void (*)(const void* const* rows, const float* const* x, int64_t
 using AxpyTile = void (*)(const void* const* rows, const float* h, int64_t d, const void* const* next,
                           float* const* y);
 
-// y[t] += sum over r of h[t * stride + r] * rows[r], for all rows of a block: no y is read or written more than once.
-struct BlockSum {
-  const void* const* rows;  // [count]
-  int count;
-  const float* h;  // [T, stride]
-  int64_t stride;
-  int64_t d;
-  const void* const* next;  // [fetched] rows to prefetch meanwhile
-  int fetched;              // at most `count`
-  float* const* y;          // [T]
-};
-using AxpyBlock = void (*)(const BlockSum& sum);
-constexpr int block_tokens = 6;        // that one call handles at most
-constexpr int wide_tokens = tile + 1;  // one more, and compilers spill registers
-
 // to = the columns from `begin` to `end` of a row of d; of packed rows whole groups.
 using WidenRow = void (*)(const void* row, int64_t d, int64_t begin, int64_t end, float* to);
+
+// A tile of products with many tokens: sums[r * stride + t] += rows[r] . x[t] over some columns, of whole registers of
+// tokens and as many rows as there are sums for.
+constexpr int64_t gemm_columns = 256;               // at most
+constexpr int64_t gemm_stride = gemm_columns + 16;  // of rows: not so that all of them lie in the same sets of a cache
+struct GemmTile {
+  const float* rows;    // [R, gemm_stride]
+  const float* tokens;  // [columns, lanes of all registers]
+  int64_t columns;
+  float* sums;
+  int64_t stride;
+  const void* const* fetch;  // lines to prefetch meanwhile; half of `columns` at most are
+  int64_t fetches;
+};
+using GemmDot = void (*)(const GemmTile& tile);
+
+// y[t] += sum over r of h[t * step + r] * rows[r], for all rows of a block: no y is read or written more than once.
+constexpr int gemm_tokens = 6;  // that one call handles at most
+struct GemmBlock {
+  const float* rows;  // [count, columns]
+  int64_t count;
+  const float* h;  // [T, step]
+  int64_t step;
+  int64_t columns;
+  float* const* y;           // [T]
+  const void* const* fetch;  // lines to prefetch meanwhile; `count` at most are
+  int64_t fetches;
+};
+using GemmSum = void (*)(const GemmBlock& block);
+
+struct GemmKernels {
+  static constexpr int most_vectors = 4;
+  static constexpr int most_lanes = 16;
+  int lanes;
+  int vectors;                // of tokens that a tile has at most
+  int sums;                   // registers of them: a tile of V vectors has sums / V rows
+  GemmDot dot[most_vectors];  // [V - 1]
+  GemmSum sum[gemm_tokens];   // [T - 1]
+  // to [columns, lanes of all registers] = the columns from `begin` on of up to `vectors` registers of tokens; zeros
+  // behind the last one.
+  void (*pack)(const float* const* x, int64_t tokens, int64_t begin, int64_t columns, float* to);
+  // y[t * step + r] = sums[r * stride + t]. Whole registers of both are read.
+  void (*unpack)(const float* sums, int64_t stride, int64_t rows, int64_t tokens, float* y, int64_t step);
+};
 
 // [0]: one row, [1]: `tile` rows; then [T - 1]. One row at a time keeps the memory busiest, several do more
 // with what is in a cache.
 struct Tiles {
   DotTile dot[2][tile];
   AxpyTile axpy[2][tile];
-  // Null where the CPU has too few registers for them to be worth while, and for packed rows, which are widened first.
-  DotTile wide_dot;  // of `tile` rows and `wide_tokens`
-  AxpyBlock axpy_block[block_tokens];
   WidenRow widen;
   // Of `pair` packed rows; then [T - 1]. Null for others, which are long enough to be read one by one.
   DotTile pair_dot[pair];
@@ -81,6 +107,7 @@ using LowbitPanel = void (*)(const Panel& panel);
 struct Kernels {
   const char* isa;
   Tiles tiles[dtypes];
+  GemmKernels gemm;
   LowbitPanel lowbit[4][panel_tokens];  // of 1, 2, 4 and 8 bits; then [tokens - 1]
   void (*copy)(void* to, const void* from, int64_t bytes);  // past the caches where the CPU can
   uint64_t (*read_sum)(const void* data, int64_t bytes);

@@ -18,6 +18,8 @@ struct Simd {
   static constexpr int width = 8;
   static constexpr int max_sums = 8;
   static constexpr int max_pairs = 8;
+  static constexpr int gemm_vectors = 2;
+  static constexpr int gemm_sums = 12;
 
   static reg zero() { return _mm256_setzero_ps(); }
   static reg broadcast(float value) { return _mm256_set1_ps(value); }
@@ -80,6 +82,7 @@ struct Simd {
 #include "common_impl.h"
 #include "lowbit_impl.h"
 #include "packed_impl.h"
+#include "gemm_impl.h"
 #include "kernels_impl.h"
 
 const Kernels avx2_kernels = make_kernels("avx2");

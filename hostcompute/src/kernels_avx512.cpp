@@ -21,6 +21,8 @@ struct Simd {
   static constexpr int width = 16;
   static constexpr int max_sums = 16;
   static constexpr int max_pairs = 24;
+  static constexpr int gemm_vectors = 4;
+  static constexpr int gemm_sums = 24;
 
   static reg zero() { return _mm512_setzero_ps(); }
   static reg broadcast(float value) { return _mm512_set1_ps(value); }
@@ -79,6 +81,7 @@ struct Simd {
 #include "common_impl.h"
 #include "lowbit_impl.h"
 #include "packed_impl.h"
+#include "gemm_impl.h"
 #include "kernels_impl.h"
 
 const Kernels avx512_kernels = make_kernels("avx512");

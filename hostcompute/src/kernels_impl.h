@@ -96,52 +96,6 @@ void axpy_tile(const void* const* rows, const float* h, int64_t d, const void* c
       for (int r = 0; r < R; ++r) y[t][i] += h[r * T + t] * to_float(w[r][i]);
 }
 
-// The sums of some columns stay in registers while all rows pass.
-template <typename Weight, int T, int V>
-void axpy_columns(const BlockSum& sum, int64_t column) {
-  typename Simd::reg sums[T][V];
-#pragma GCC unroll 8
-  for (int t = 0; t < T; ++t)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[t][v] = Simd::load(sum.y[t] + column + v * Simd::width);
-  const auto add_row = [&](int r) __attribute__((always_inline)) {
-    const Weight* w = static_cast<const Weight*>(sum.rows[r]) + column;
-    typename Simd::reg weights[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) weights[v] = Simd::load(w + v * Simd::width);
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      const typename Simd::reg factor = Simd::broadcast(sum.h[t * sum.stride + r]);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[t][v] = Simd::fma(factor, weights[v], sums[t][v]);
-    }
-  };
-  for (int r = 0; r < sum.fetched; ++r) {
-    const char* next = static_cast<const char*>(sum.next[r]) + column * sizeof(Weight);
-#pragma GCC unroll 8
-    for (int64_t at = 0; at < static_cast<int64_t>(V * Simd::width * sizeof(Weight)); at += line)
-      __builtin_prefetch(next + at, 0, 2);
-    add_row(r);
-  }
-  for (int r = sum.fetched; r < sum.count; ++r) add_row(r);
-#pragma GCC unroll 8
-  for (int t = 0; t < T; ++t)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) Simd::store(sum.y[t] + column + v * Simd::width, sums[t][v]);
-}
-
-template <typename Weight, int T>
-void axpy_block(const BlockSum& sum) {
-  constexpr int V = 4;
-  int64_t i = 0;
-  for (; i + V * Simd::width <= sum.d; i += V * Simd::width) axpy_columns<Weight, T, V>(sum, i);
-  for (; i + Simd::width <= sum.d; i += Simd::width) axpy_columns<Weight, T, 1>(sum, i);
-  for (; i < sum.d; ++i)
-    for (int r = 0; r < sum.count; ++r)
-      for (int t = 0; t < T; ++t)
-        sum.y[t][i] += sum.h[t * sum.stride + r] * to_float(static_cast<const Weight*>(sum.rows[r])[i]);
-}
-
 template <typename Weight>
 void widen_row(const void* row, int64_t, int64_t begin, int64_t end, float* to) {
   const Weight* from = static_cast<const Weight*>(row);
@@ -186,35 +140,12 @@ uint64_t read_sum(const void* data, int64_t bytes) {
   return total;
 }
 
-constexpr bool has_blocks = tile * block_tokens <= Simd::max_pairs;
-
-template <typename Weight, int T>
-constexpr AxpyBlock axpy_block_kernel() {
-  if constexpr (has_blocks) {
-    return axpy_block<Weight, T>;
-  } else {
-    return nullptr;
-  }
-}
-
-template <typename Weight>
-constexpr DotTile wide_dot_kernel() {
-  if constexpr (has_blocks) {
-    return dot_tile<Weight, tile, wide_tokens>;
-  } else {
-    return nullptr;
-  }
-}
-
 template <typename Weight>
 constexpr Tiles make_tiles() {
   return {{{dot_tile<Weight, 1, 1>, dot_tile<Weight, 1, 2>, dot_tile<Weight, 1, 3>, dot_tile<Weight, 1, 4>},
            {dot_tile<Weight, 4, 1>, dot_tile<Weight, 4, 2>, dot_tile<Weight, 4, 3>, dot_tile<Weight, 4, 4>}},
           {{axpy_tile<Weight, 1, 1>, axpy_tile<Weight, 1, 2>, axpy_tile<Weight, 1, 3>, axpy_tile<Weight, 1, 4>},
            {axpy_tile<Weight, 4, 1>, axpy_tile<Weight, 4, 2>, axpy_tile<Weight, 4, 3>, axpy_tile<Weight, 4, 4>}},
-          wide_dot_kernel<Weight>(),
-          {axpy_block_kernel<Weight, 1>(), axpy_block_kernel<Weight, 2>(), axpy_block_kernel<Weight, 3>(),
-           axpy_block_kernel<Weight, 4>(), axpy_block_kernel<Weight, 5>(), axpy_block_kernel<Weight, 6>()},
           widen_row<Weight>,
           {},
           {}};
@@ -224,6 +155,7 @@ constexpr Kernels make_kernels(const char* isa) {
   return {isa,
           {make_tiles<float>(), make_tiles<Half>(), make_tiles<Brain>(), make_packed_tiles<8>(),
            make_packed_tiles<4>()},
+          make_gemm(),
           {{table_panel<1, 1>, table_panel<1, 2>},
            {table_panel<2, 1>, table_panel<2, 2>},
            {code_panel<4, 1>, code_panel<4, 2>},

@@ -17,6 +17,8 @@ struct Simd {
   static constexpr int width = 4;
   static constexpr int max_sums = 8;
   static constexpr int max_pairs = 8;
+  static constexpr int gemm_vectors = 2;
+  static constexpr int gemm_sums = 12;
 
   static reg zero() { return reg{}; }
   static reg broadcast(float value) { return reg{value, value, value, value}; }
@@ -68,6 +70,7 @@ struct Simd {
 #include "common_impl.h"
 #include "lowbit_impl.h"
 #include "packed_impl.h"
+#include "gemm_impl.h"
 #include "kernels_impl.h"
 
 const Kernels portable_kernels = make_kernels("portable");

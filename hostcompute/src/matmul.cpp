@@ -10,6 +10,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "gemm.h"
+
 namespace {
 
 constexpr int few_tokens = 16;
@@ -22,12 +24,9 @@ constexpr int64_t least_sum_bytes = 64 * 1024;
 constexpr int64_t least_sums = 8;
 constexpr int64_t narrow_bytes = 2048;  // shorter rows are summed several at a time
 constexpr int64_t short_bytes = 4096;   // shorter packed rows are read in pairs
-// A piece for many tokens: some rows, or some columns of all rows; and how much of it is widened at a time.
-constexpr int64_t dot_rows = 32;
-constexpr int64_t dot_columns = 1024;
+// A piece for many tokens: gemm_rows, or some columns of all rows.
 constexpr int64_t sum_columns = 256;
 constexpr int64_t least_sum_columns = 64;
-constexpr int64_t sum_rows = 16;
 constexpr int64_t line_floats = 16;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -38,20 +37,20 @@ class Matmul {
   Matmul(Pool& pool, const Kernels& kernels, const MatmulCall& call)
       : pool_(pool),
         call_(call),
+        kernels_(kernels),
         tiles_(kernels.tiles[call.dtype]),
-        wide_tiles_(kernels.tiles[0]),
         row_bytes_(row_bytes(call.dtype, call.width)),
         few_(call.tokens <= few_tokens),
         size_(piece_size()),
-        pieces_(ceil_div(few_ || !call.sum_rows ? call.rows : call.width, size_)) {}
+        pieces_(ceil_div(few_ || !call.sum_rows ? call.rows : call.width, size_)),
+        packed_(kernels.gemm, call.tokens, call.width, find_shared()) {}
 
   void run() {
-    if (few_ && call_.sum_rows) {
-      pool_.shared_scratch().reserve(pieces_ * sum_floats() * sizeof(float));
-    } else if (!few_) {
+    if (!few_) {
       for (int thread = 0; thread < pool_.threads(); ++thread)
         pool_.scratch(thread).reserve(scratch_floats() * sizeof(float));
     }
+    if (!few_ && !call_.sum_rows) pack();
     const auto task = [](void* context, int thread) { static_cast<Matmul*>(context)->work(thread); };
     if (pieces_ == 1 || call_.rows * call_.width * call_.tokens <= alone) {
       task(this, 0);
@@ -63,7 +62,7 @@ class Matmul {
 
  private:
   int64_t piece_size() const {
-    if (!call_.sum_rows) return few_ ? std::max<int64_t>(1, piece_bytes / row_bytes_) : dot_rows;
+    if (!call_.sum_rows) return few_ ? std::max<int64_t>(1, piece_bytes / row_bytes_) : gemm_rows;
     if (!few_) {
       const int64_t stripes = round_up(ceil_div(call_.width, sum_columns), 8);
       return std::max(least_sum_columns, round_up(ceil_div(call_.width, stripes), group_columns));
@@ -73,9 +72,29 @@ class Matmul {
     return ceil_div(call_.rows, sums);
   }
 
-  // Floats that a thread needs for many tokens: widened weights, and the sums of a piece.
+  // Floats that a thread needs for many tokens.
   int64_t scratch_floats() const {
-    return call_.sum_rows ? (sum_rows + call_.tokens) * size_ : size_ * (dot_columns + group_columns);
+    return Gemm::scratch_floats(call_.tokens) + (call_.sum_rows ? call_.tokens * size_ : 0);
+  }
+  // All tokens, which all threads share.
+  void pack() {
+    const auto task = [](void* context, int thread) {
+      const Matmul& self = *static_cast<Matmul*>(context);
+      const int64_t pieces = self.packed_.pieces();
+      const int threads = self.pool_.threads();
+      self.packed_.pack(pieces * thread / threads, pieces * (thread + 1) / threads,
+                        [&](int64_t t) { return self.call_.x + t * self.call_.width; });
+    };
+    pool_.run(task, this);
+  }
+
+  // Room that all threads share: for the pieces' sums, or for packed tokens.
+  float* find_shared() const {
+    int64_t floats = 0;
+    if (few_ && call_.sum_rows) floats = pieces_ * sum_floats();
+    if (!few_ && !call_.sum_rows) floats = PackedTokens::floats(call_.tokens, call_.width);
+    pool_.shared_scratch().reserve(floats * sizeof(float));
+    return static_cast<float*>(pool_.shared_scratch().data());
   }
   int64_t sum_floats() const { return round_up(call_.tokens * call_.width, line_floats); }
   float* sum(int64_t piece) const { return static_cast<float*>(pool_.shared_scratch().data()) + piece * sum_floats(); }
@@ -195,81 +214,44 @@ class Matmul {
     }
   }
 
-  // Some columns of a row as float32.
-  void widen(int64_t r, int64_t column, int64_t count, float* to) const {
-    tiles_.widen(row(r), call_.width, column, column + count, to);
+  RowSet find_rows(int64_t begin, int64_t end, const void** rows) const {
+    const int64_t count = std::clamp<int64_t>(end - begin, 0, gemm_rows);
+    for (int64_t r = 0; r < count; ++r) rows[r] = row(begin + r);
+    return {rows, count};
   }
 
-  void many_dots(int64_t begin, int64_t end, float* wide) const {
-    const int64_t parts = ceil_div(call_.width, dot_columns);
-    for (int64_t part = 0; part < parts; ++part) {
-      const auto cut = [&](int64_t p) { return call_.width * p / parts / group_columns * group_columns; };
-      const int64_t column = cut(part);
-      const int64_t stop = part + 1 == parts ? call_.width : cut(part + 1);
-      const int64_t columns = stop - column;
-      for (int64_t r = begin; r < end; ++r) widen(r, column, columns, wide + (r - begin) * columns);
-      for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) add_dots(begin, end, t0, column, columns, wide);
-    }
+  void many_dots(int64_t begin, int64_t end, float* scratch) const {
+    const void* rows[gemm_rows];
+    const void* next[gemm_rows];
+    Gemm(kernels_, call_.dtype, call_.width, scratch)
+        .dots(packed_, find_rows(begin, end, rows), find_rows(end, call_.rows, next), call_.y + begin, call_.rows);
   }
 
-  // The products of up to `tile` tokens with some columns of the rows from `begin` on, which lie in `wide`, into y.
-  void add_dots(int64_t begin, int64_t end, int64_t t0, int64_t column, int64_t columns, const float* wide) const {
-    const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.tokens - t0));
-    const float* x[tile];
-    for (int t = 0; t < tokens; ++t) x[t] = call_.x + (t0 + t) * call_.width + column;
-    for (int64_t r = begin; r < end;) {
-      const int n = end - r >= tile ? tile : 1;
-      const void* rows[tile];
-      for (int i = 0; i < n; ++i) rows[i] = wide + (r - begin + i) * columns;
-      float out[tile * tile];
-      wide_tiles_.dot[n != 1][tokens - 1](rows, x, columns, nullptr, out);
-      for (int t = 0; t < tokens; ++t) {
-        float* y = call_.y + (t0 + t) * call_.rows + r;
-        for (int i = 0; i < n; ++i) y[i] = (column == 0 ? 0 : y[i]) + out[i * tokens + t];
-      }
-      r += n;
-    }
-  }
-
-  void many_sums(int64_t begin, int64_t end, float* wide) const {
+  void many_sums(int64_t begin, int64_t end, float* scratch) const {
     const int64_t columns = end - begin;
-    float* sums = wide + sum_rows * columns;  // rows of y itself may all lie in the same few sets of a cache
+    float* sums = scratch;  // rows of y itself may all lie in the same few sets of a cache
     std::memset(sums, 0, call_.tokens * columns * sizeof(float));
-    for (int64_t first = 0; first < call_.rows; first += sum_rows) {
-      const int64_t last = std::min(call_.rows, first + sum_rows);
-      for (int64_t r = first; r < last; ++r) widen(r, begin, columns, wide + (r - first) * columns);
-      for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) add_rows(first, last, t0, columns, wide, sums);
+    const Gemm gemm(kernels_, call_.dtype, call_.width, scratch + call_.tokens * columns);
+    for (int64_t r = 0; r < call_.rows; r += gemm_rows) {
+      const void* rows[gemm_rows];
+      const void* next[gemm_rows];
+      gemm.sums(call_.x + r, call_.rows, call_.tokens, find_rows(r, call_.rows, rows),
+                find_rows(r + gemm_rows, call_.rows, next), begin, end,
+                [&](int64_t t) { return sums + t * columns; });
     }
     for (int64_t t = 0; t < call_.tokens; ++t)
       std::memcpy(call_.y + t * call_.width + begin, sums + t * columns, columns * sizeof(float));
   }
 
-  // The rows from `first` on, whose columns lie in `wide`, into the sums of up to `tile` tokens.
-  void add_rows(int64_t first, int64_t last, int64_t t0, int64_t columns, const float* wide, float* sums) const {
-    const int tokens = static_cast<int>(std::min<int64_t>(tile, call_.tokens - t0));
-    float* y[tile];
-    for (int t = 0; t < tokens; ++t) y[t] = sums + (t0 + t) * columns;
-    for (int64_t r = first; r < last;) {
-      const int n = last - r >= tile ? tile : 1;
-      const void* rows[tile];
-      float h[tile * tile];
-      for (int i = 0; i < n; ++i) {
-        rows[i] = wide + (r - first + i) * columns;
-        for (int t = 0; t < tokens; ++t) h[i * tokens + t] = call_.x[(t0 + t) * call_.rows + r + i];
-      }
-      wide_tiles_.axpy[n != 1][tokens - 1](rows, h, columns, nullptr, y);
-      r += n;
-    }
-  }
-
   Pool& pool_;
   const MatmulCall& call_;
+  const Kernels& kernels_;
   const Tiles& tiles_;
-  const Tiles& wide_tiles_;
   const int64_t row_bytes_;
   const bool few_;
   const int64_t size_;  // rows of a piece; columns, where many tokens sum rows
   const int64_t pieces_;
+  const PackedTokens packed_;
   std::atomic<int64_t> taken_{0};
 };
 

@@ -193,8 +193,6 @@ constexpr Tiles make_packed_tiles() {
            {packed_dot<Bits, 4, 1>, packed_dot<Bits, 4, 2>, packed_dot<Bits, 4, 3>, packed_dot<Bits, 4, 4>}},
           {{packed_axpy<Bits, 1, 1>, packed_axpy<Bits, 1, 2>, packed_axpy<Bits, 1, 3>, packed_axpy<Bits, 1, 4>},
            {packed_axpy<Bits, 4, 1>, packed_axpy<Bits, 4, 2>, packed_axpy<Bits, 4, 3>, packed_axpy<Bits, 4, 4>}},
-          nullptr,
-          {},
           packed_widen<Bits>,
           {packed_dot<Bits, 2, 1>, packed_dot<Bits, 2, 2>},
           {packed_axpy<Bits, 2, 1>, packed_axpy<Bits, 2, 2>}};

@@ -2,17 +2,16 @@
 
 #include <algorithm>
 
+#include "gemm.h"
+
 namespace {
 
 constexpr int64_t line_floats = 16;
 constexpr int64_t block_bytes = 256 * 1024;  // one part of a block; two of them stay in a second-level cache
 
-int64_t most_rows(int64_t row_bytes) { return std::clamp<int64_t>(block_bytes / row_bytes, tile, max_block); }
-
 int64_t most_rows(const Plan& plan) {
   if (plan.tokens <= few_tokens) return max_block;
-  const hc_arena& arena = plan.call.arena;
-  return most_rows(plan.dense() && is_packed(arena.dtype) ? row_bytes(0, arena.width) : plan.row_bytes());
+  return plan.dense() ? gemm_rows : std::clamp<int64_t>(block_bytes / plan.row_bytes(), tile, max_block);
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -21,14 +20,14 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t value_floats(const hc_arena& arena, int64_t tokens) {
   const int64_t copies = few_tokens * (arena.width + line_floats);  // of x, for few tokens
-  const int64_t wide = is_packed(arena.dtype) ? most_rows(row_bytes(0, arena.width)) * arena.width : 0;
-  return 3 * max_block * tokens + std::max(copies, wide);
+  const int64_t block = 3 * max_block * tokens + copies;
+  return tokens > many_tokens ? std::max(block, dense_floats(arena.width, tokens)) : block;
 }
 
 Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* live)
     : call(call),
       tiles(kernels.tiles[call.arena.dtype]),
-      wide_tiles(kernels.tiles[0]),
+      kernels(kernels),
       threads(threads),
       tokens(call.batch),
       live(live),
@@ -42,7 +41,7 @@ Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* li
 Plan::Plan(const FfnCall& call, const Kernels& kernels, const Visit& visit)
     : call(call),
       tiles(kernels.tiles[call.arena.dtype]),
-      wide_tiles(kernels.tiles[0]),
+      kernels(kernels),
       threads(1),
       tokens(visit.count),
       live(call.live),
@@ -68,7 +67,7 @@ int Plan::find_rows(int64_t block, const char** rows) const {
 
 int Plan::find_upcoming(int64_t block, const char** rows) const {
   if (block < blocks || visit_ == nullptr || visit_->then == nullptr) return find_rows(block, rows);
-  const int count = static_cast<int>(std::min<int64_t>(neurons_, max_block));
+  const int count = static_cast<int>(std::min(neurons_, most_rows(*this)));
   for (int r = 0; r < count; ++r) rows[r] = visit_->then + r * row_bytes_;
   return count;
 }

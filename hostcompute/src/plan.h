@@ -16,11 +16,10 @@
 
 constexpr int max_block = 64;  // neurons
 constexpr int few_tokens = 2;  // from more on, x and y no longer fit into the first cache beside the weights
-constexpr int many_tokens = tile;  // with more, arithmetic takes as long as reading the weights, and longer
-constexpr int many_packed_tokens = 16;  // with more, it pays to widen packed rows to float32 first
+constexpr int many_tokens = 8;  // with more, arithmetic takes as long as reading the weights, and longer
 
-// What a thread needs for a block beside its sums: three values of each neuron and token, and either its rows, widened,
-// or copies of x.
+// What a thread needs for a block beside its sums: three values of each neuron and token, and copies of x; or what
+// compute_dense wants.
 int64_t value_floats(const hc_arena& arena, int64_t tokens);
 
 // A row of x that wants a unit.
@@ -48,7 +47,7 @@ class Plan {
 
   const FfnCall& call;
   const Tiles& tiles;
-  const Tiles& wide_tiles;  // of float32 rows
+  const Kernels& kernels;
   const int threads;
   const int64_t tokens;
   uint8_t* const live;  // [batch, count], zeroed; with a visit it may be null
@@ -73,7 +72,7 @@ class Plan {
   int64_t row_bytes() const { return row_bytes_; }
 
   bool routed() const { return visit_ != nullptr; }  // all tokens want all neurons
-  bool dense() const { return !skip && tokens > (is_packed(call.arena.dtype) ? many_packed_tokens : many_tokens); }
+  bool dense() const { return !skip && tokens > many_tokens; }
   bool up_decides() const { return skip && call.activation == drelu; }  // which down rows are needed
 
   // The activation of a neuron's gate for a token, zero where the token does not admit the neuron's unit; the unit is
@@ -142,6 +141,7 @@ class Plan {
 int64_t compute_few(const Plan& plan, int thread, float* y, float* values);    // tokens <= few_tokens
 int64_t compute_many(const Plan& plan, int thread, float* y, float* values);
 int64_t compute_dense(const Plan& plan, int thread, float* y, float* values);  // plan.dense()
+int64_t dense_floats(int64_t width, int64_t tokens);                           // of `values` that it takes
 
 // The one that is the fastest.
 int64_t compute(const Plan& plan, int thread, float* y, float* values);

@@ -1,0 +1,129 @@
+// Products of a few rows at a time with many tokens, whose vectors were packed side by side before.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+constexpr int gemm_rows = 48;  // that are multiplied at a time: whole tiles of any shape
+
+// x of all tokens, columns by columns: of each piece of them, one group of tokens after the other.
+class PackedTokens {
+ public:
+  PackedTokens(const GemmKernels& kernels, int64_t tokens, int64_t width, float* data)
+      : kernels_(kernels),
+        tokens_(tokens),
+        width_(width),
+        vectors_(ceil_div(tokens, kernels.lanes)),
+        groups_(ceil_div(vectors_, kernels.vectors)),
+        data_(data) {}
+
+  static int64_t floats(int64_t tokens, int64_t width) { return ceil_div(tokens, GemmKernels::most_lanes) * GemmKernels::most_lanes * width; }
+
+  int64_t tokens() const { return tokens_; }
+  int64_t width() const { return width_; }
+  int64_t stride() const { return vectors_ * kernels_.lanes; }  // tokens, whole registers of them
+  int64_t pieces() const { return ceil_div(width_, gemm_columns); }
+  int64_t columns(int64_t piece) const { return std::min(gemm_columns, width_ - piece * gemm_columns); }
+  int64_t groups() const { return groups_; }
+  int64_t first(int64_t group) const { return vectors_ * group / groups_ * kernels_.lanes; }
+  int64_t vectors(int64_t group) const { return (first(group + 1) - first(group)) / kernels_.lanes; }
+
+  float* data(int64_t piece, int64_t group) const {
+    return data_ + piece * gemm_columns * stride() + first(group) * columns(piece);
+  }
+
+  // Packs some pieces; x(t) is where a token's vector is.
+  template <typename Find>
+  void pack(int64_t begin, int64_t end, Find x) const {
+    const float* of[GemmKernels::most_vectors * GemmKernels::most_lanes];
+    for (int64_t group = 0; group < groups_; ++group) {
+      const int64_t some = std::min(tokens_, first(group + 1)) - first(group);
+      for (int64_t t = 0; t < some; ++t) of[t] = x(first(group) + t);
+      for (int64_t piece = begin; piece < end; ++piece)
+        kernels_.pack(of, some, piece * gemm_columns, columns(piece), data(piece, group));
+    }
+  }
+
+ private:
+  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+  const GemmKernels& kernels_;
+  const int64_t tokens_;
+  const int64_t width_;
+  const int64_t vectors_;
+  const int64_t groups_;
+  float* const data_;
+};
+
+// Weight rows as they lie in memory, of some type.
+struct RowSet {
+  const void* const* rows;
+  int64_t count;  // at most gemm_rows
+};
+
+// What all calls for the rows of one matrix share. The scratch of a thread has `scratch_floats`.
+class Gemm {
+ public:
+  Gemm(const Kernels& kernels, int32_t dtype, int64_t width, float* scratch)
+      : gemm_(kernels.gemm), widen_(kernels.tiles[dtype].widen), dtype_(dtype), width_(width), scratch_(scratch) {}
+
+  static constexpr int64_t scratch_floats(int64_t tokens) {
+    return gemm_rows * (gemm_stride + tokens + GemmKernels::most_lanes);
+  }
+
+  // y[t * step + r] = x[t] . row r. The rows in `next` begin to come in meanwhile.
+  void dots(const PackedTokens& x, const RowSet& rows, const RowSet& next, float* y, int64_t step) const;
+
+  // y(t)[i] += sum over r of h[t * step + r] * row r [begin + i], for the columns from `begin` to `end`.
+  template <typename Find>
+  void sums(const float* h, int64_t step, int64_t tokens, const RowSet& rows, const RowSet& next, int64_t begin,
+            int64_t end, Find y) const {
+    for (int64_t column = begin; column < end; column += stripe) {
+      const int64_t columns = std::min(stripe, end - column);
+      for (int64_t r = 0; r < rows.count; ++r)
+        widen_(rows.rows[r], width_, column, column + columns, scratch_ + r * columns);
+      Lines lines(*this, column + stripe < end ? rows : next, column + stripe < end ? column + stripe : begin, stripe);
+      const int64_t calls = (tokens + gemm_tokens - 1) / gemm_tokens;
+      for (int64_t call = 0; call < calls; ++call) {
+        const int64_t t0 = tokens * call / calls;
+        const int64_t some = tokens * (call + 1) / calls - t0;
+        float* to[gemm_tokens];
+        for (int64_t t = 0; t < some; ++t) to[t] = y(t0 + t) + column - begin;
+        const Lines::Some now = lines.take(calls);
+        gemm_.sum[some - 1]({scratch_, rows.count, h + t0 * step, step, columns, to, now.lines, now.count});
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t stripe = 128;  // columns of all rows that are in the first cache together
+
+  // The cache lines of some columns of some rows, shared out among the calls that fetch them.
+  class Lines {
+   public:
+    struct Some {
+      const void* const* lines;
+      int64_t count;
+    };
+    Lines(const Gemm& gemm, const RowSet& rows, int64_t column, int64_t columns);
+    Some take(int64_t calls) {
+      const int64_t begin = count_ * call_ / calls;
+      ++call_;
+      return {lines_ + begin, count_ * call_ / calls - begin};
+    }
+
+   private:
+    const void* lines_[gemm_rows * gemm_columns / 16];
+    int64_t count_ = 0;
+    int64_t call_ = 0;
+  };
+
+  const GemmKernels& gemm_;
+  const WidenRow widen_;
+  const int32_t dtype_;
+  const int64_t width_;
+  float* const scratch_;
+};
