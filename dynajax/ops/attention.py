@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from dynajax.ops.linear import contract
 from hostcompute import ffi
 
-MOST_QUERIES = 4  # of a row, for which reading a cache as it is was measured to be faster than XLA's products
-
 
 @jax.named_scope("attention")
 def attention(
@@ -57,12 +55,10 @@ def cached_attention(
 ) -> jax.Array:
     """`attention` over the first `prefix` keys of a cache -> [B, T, N, H'].
 
-    On the CPU backend the host's kernel reads a cache of any type as it lies there, and of few queries only the keys
-    that they see. Has no gradient.
+    On the CPU backend the host's kernel reads a cache of any type as it lies there, and only the keys that are seen.
+    Has no gradient.
     """
     plain = partial(_prefix_attention, prefix=prefix, window=window, scale=scale)
-    if q.shape[1] > MOST_QUERIES:
-        return plain(q, k, v, positions)
     host = partial(_attention_on_cpu, prefix=prefix, window=window, scale=scale)
     return jax.lax.platform_dependent(q, k, v, positions, cpu=host, default=plain)
 

@@ -12,7 +12,6 @@ from dynajax.ops.linear import as_weights, contract
 from hostcompute import ffi
 
 MOST_SKIPPING = 4  # tokens for which leaving out what is zero was measured to pay
-MOST_WIDE = 32  # tokens up to which XLA's own float32 products are slower
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -92,11 +91,10 @@ def _pool_ffn_jvp(activation: Activation, skip_zeros: bool, primals: tuple, tang
 
 
 def _pool_ffn_on_cpu(h, parts, admit, *, activation: Activation, skip_zeros: bool) -> tuple:
-    tokens = len(h)
-    if ffi.unavailable() is not None or (parts[0].dtype == jnp.float32 and tokens > MOST_WIDE):
+    if ffi.unavailable() is not None:
         return _counted_products(h, parts, admit, activation=activation)
     threshold = activation.threshold if activation.kind == "fatrelu" else 0.0
-    skips = skip_zeros and tokens <= MOST_SKIPPING
+    skips = skip_zeros and len(h) <= MOST_SKIPPING
     return ffi.pool_ffn_ffi(h, parts, admit, activation=activation.kind, threshold=threshold, skip_zeros=skips)
 
 

@@ -72,7 +72,7 @@ def attend_chunk(block: AnyAttention, k, v, xs, y_cold, row, start, *, prefix: i
     q, k_new, v_new = block.project(x, where)
     k, v = write_kv(k, k_new, row, start), write_kv(v, v_new, row, start)
     k_row, v_row = (jax.lax.dynamic_slice(c, (row, zero, zero, zero), (1, prefix, *c.shape[2:])) for c in (k, v))
-    x, h = block.merge(x, block.mix(q, k_row, v_row, where))
+    x, h = block.merge(x, block.mix_cached(q, k_row, v_row, where, prefix))
     return jax.lax.dynamic_update_slice_in_dim(xs, x[0], start, axis=0), h[0], k, v
 
 

@@ -1,4 +1,4 @@
-// Attention of a few queries over a cache as an XLA custom call of the CPU backend: `dynajax_attend`. XLA would turn the
+// Attention over a cache as an XLA custom call of the CPU backend: `dynajax_attend`. XLA would turn the
 // cache into float32 first, and copy it, for every token.
 #include <atomic>
 #include <string>

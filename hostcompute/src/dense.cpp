@@ -85,7 +85,7 @@ class Dense {
   void sums() const {
     const void* rows[gemm_rows];
     const void* next[gemm_rows];
-    gemm_.sums(h_, rows_, plan_.tokens, find_part(plan_.down(), rows), find_next(plan_.down(), next), 0, d_,
+    gemm_.sums({h_, rows_, 1}, plan_.tokens, find_part(plan_.down(), rows), find_next(plan_.down(), next), 0, d_,
                [&](int64_t t) { return plan_.y(y_, t); });
   }
 

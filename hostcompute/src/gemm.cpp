@@ -17,6 +17,11 @@ Gemm::Lines::Lines(const Gemm& gemm, const RowSet& rows, int64_t column, int64_t
 
 void Gemm::dots(const PackedTokens& x, const RowSet& rows, const RowSet& next, float* y, int64_t step) const {
   float* sums = scratch_ + gemm_rows * gemm_stride;
+  products(x, rows, next, sums);
+  gemm_.unpack(sums, x.stride(), rows.count, x.tokens(), y, step);
+}
+
+void Gemm::products(const PackedTokens& x, const RowSet& rows, const RowSet& next, float* sums) const {
   std::memset(sums, 0, gemm_rows * x.stride() * sizeof(float));
   int64_t calls = 0;
   for (int64_t group = 0; group < x.groups(); ++group) {
@@ -39,5 +44,4 @@ void Gemm::dots(const PackedTokens& x, const RowSet& rows, const RowSet& next, f
       }
     }
   }
-  gemm_.unpack(sums, x.stride(), rows.count, x.tokens(), y, step);
 }

@@ -64,6 +64,13 @@ struct RowSet {
   int64_t count;  // at most gemm_rows
 };
 
+// What rows are multiplied with: data[t * token_step + r * row_step].
+struct Factors {
+  const float* data;
+  int64_t token_step;
+  int64_t row_step;
+};
+
 // What all calls for the rows of one matrix share. The scratch of a thread has `scratch_floats`.
 class Gemm {
  public:
@@ -77,10 +84,13 @@ class Gemm {
   // y[t * step + r] = x[t] . row r. The rows in `next` begin to come in meanwhile.
   void dots(const PackedTokens& x, const RowSet& rows, const RowSet& next, float* y, int64_t step) const;
 
-  // y(t)[i] += sum over r of h[t * step + r] * row r [begin + i], for the columns from `begin` to `end`.
+  // sums[r * x.stride() + t] = x[t] . row r; whole tiles are written, up to gemm_rows rows.
+  void products(const PackedTokens& x, const RowSet& rows, const RowSet& next, float* sums) const;
+
+  // y(t)[i] += sum over r of h of t and r * row r [begin + i], for the columns from `begin` to `end`.
   template <typename Find>
-  void sums(const float* h, int64_t step, int64_t tokens, const RowSet& rows, const RowSet& next, int64_t begin,
-            int64_t end, Find y) const {
+  void sums(const Factors& h, int64_t tokens, const RowSet& rows, const RowSet& next, int64_t begin, int64_t end,
+            Find y) const {
     for (int64_t column = begin; column < end; column += stripe) {
       const int64_t columns = std::min(stripe, end - column);
       for (int64_t r = 0; r < rows.count; ++r)
@@ -93,7 +103,8 @@ class Gemm {
         float* to[gemm_tokens];
         for (int64_t t = 0; t < some; ++t) to[t] = y(t0 + t) + column - begin;
         const Lines::Some now = lines.take(calls);
-        gemm_.sum[some - 1]({scratch_, rows.count, h + t0 * step, step, columns, to, now.lines, now.count});
+        gemm_.sum[some - 1]({scratch_, rows.count, h.data + t0 * h.token_step, h.token_step, h.row_step, columns, to,
+                             now.lines, now.count});
       }
     }
   }

@@ -63,7 +63,7 @@ int64_t gemm_sum_columns(const GemmBlock& call, int64_t column, int64_t fetched)
     for (int v = 0; v < V; ++v) weights[v] = Simd::load(row + v * Simd::width);
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      const Simd::reg factor = Simd::broadcast(call.h[t * call.step + r]);
+      const Simd::reg factor = Simd::broadcast(call.h[t * call.token_step + r * call.row_step]);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sums[t][v] = Simd::fma(factor, weights[v], sums[t][v]);
     }
@@ -84,7 +84,7 @@ void gemm_sum(const GemmBlock& call) {
   for (; i + Simd::width <= call.columns; i += Simd::width) fetched = gemm_sum_columns<T, 1>(call, i, fetched);
   for (; i < call.columns; ++i)
     for (int64_t r = 0; r < call.count; ++r)
-      for (int t = 0; t < T; ++t) call.y[t][i] += call.h[t * call.step + r] * call.rows[r * call.columns + i];
+      for (int t = 0; t < T; ++t) call.y[t][i] += call.h[t * call.token_step + r * call.row_step] * call.rows[r * call.columns + i];
 }
 
 template <int V>

@@ -40,13 +40,14 @@ struct GemmTile {
 };
 using GemmDot = void (*)(const GemmTile& tile);
 
-// y[t] += sum over r of h[t * step + r] * rows[r], for all rows of a block: no y is read or written more than once.
+// y[t] += sum over r of h[t * token_step + r * row_step] * rows[r]: no y is read or written more than once.
 constexpr int gemm_tokens = 6;  // that one call handles at most
 struct GemmBlock {
   const float* rows;  // [count, columns]
   int64_t count;
-  const float* h;  // [T, step]
-  int64_t step;
+  const float* h;
+  int64_t token_step;
+  int64_t row_step;
   int64_t columns;
   float* const* y;           // [T]
   const void* const* fetch;  // lines to prefetch meanwhile; `count` at most are
@@ -104,10 +105,25 @@ struct Panel {
 
 using LowbitPanel = void (*)(const Panel& panel);
 
+// Some more keys of queries that lie in the lanes, whose softmax is under way.
+struct SoftmaxBlock {
+  float* scores;        // [keys, queries] become exp(score - the largest so far), zero where a query sees no key
+  int64_t keys;
+  int64_t queries;      // a multiple of 16
+  const int32_t* begin;  // the keys that each query sees
+  const int32_t* end;
+  float* most;     // the largest score so far
+  float* sums;     // of the exponentials so far
+  float* factors;  // what everything before is multiplied with
+};
+
 struct Kernels {
   const char* isa;
   Tiles tiles[dtypes];
   GemmKernels gemm;
+  // scores [keys, count] become exp(score - the largest), of each of up to `tile` queries; sums: of these.
+  void (*softmax)(float* scores, int64_t keys, int count, float* sums);
+  void (*softmax_more)(const SoftmaxBlock& block);
   LowbitPanel lowbit[4][panel_tokens];  // of 1, 2, 4 and 8 bits; then [tokens - 1]
   void (*copy)(void* to, const void* from, int64_t bytes);  // past the caches where the CPU can
   uint64_t (*read_sum)(const void* data, int64_t bytes);

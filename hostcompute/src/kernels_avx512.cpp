@@ -82,6 +82,7 @@ struct Simd {
 #include "lowbit_impl.h"
 #include "packed_impl.h"
 #include "gemm_impl.h"
+#include "attend_impl.h"
 #include "kernels_impl.h"
 
 const Kernels avx512_kernels = make_kernels("avx512");

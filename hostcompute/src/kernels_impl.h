@@ -156,6 +156,8 @@ constexpr Kernels make_kernels(const char* isa) {
           {make_tiles<float>(), make_tiles<Half>(), make_tiles<Brain>(), make_packed_tiles<8>(),
            make_packed_tiles<4>()},
           make_gemm(),
+          softmax,
+          softmax_more,
           {{table_panel<1, 1>, table_panel<1, 2>},
            {table_panel<2, 1>, table_panel<2, 2>},
            {code_panel<4, 1>, code_panel<4, 2>},

@@ -235,7 +235,7 @@ class Matmul {
     for (int64_t r = 0; r < call_.rows; r += gemm_rows) {
       const void* rows[gemm_rows];
       const void* next[gemm_rows];
-      gemm.sums(call_.x + r, call_.rows, call_.tokens, find_rows(r, call_.rows, rows),
+      gemm.sums({call_.x + r, call_.rows, 1}, call_.tokens, find_rows(r, call_.rows, rows),
                 find_rows(r + gemm_rows, call_.rows, next), begin, end,
                 [&](int64_t t) { return sums + t * columns; });
     }

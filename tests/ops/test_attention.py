@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynajax.ops.attention import MOST_QUERIES, attention, cached_attention
+from dynajax.ops.attention import attention, cached_attention
 
 
 def heads(rng, *shape):
@@ -113,9 +113,9 @@ def test_what_lies_behind_the_query_weighs_nothing():
 
 @pytest.mark.parametrize("dtype", ATOL)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("queries", [1, 3, MOST_QUERIES + 1])
+@pytest.mark.parametrize("queries", [1, 3, 5])
 def test_a_prefix_of_a_cache(queries, kv_heads, dtype):
-    """Few queries by the host's kernel, more by products; in the kernel's form nothing is rounded but the sums."""
+    """By the host's kernels for few queries and for more: nothing is rounded but the sums."""
     run = jax.jit(cached_attention, static_argnames=("prefix", "window"))
     for seed, window in ((0, None), (1, 3), (2, None)):
         c = case(kv_heads, dtype, seed=seed)
@@ -123,7 +123,7 @@ def test_a_prefix_of_a_cache(queries, kv_heads, dtype):
         found = run(q, c.k, c.v, where, prefix=20, window=window)
         expected = attention_reference(q, c.k, c.v, where, window)
         assert found.dtype == jnp.float32 and found.shape == q.shape
-        np.testing.assert_allclose(found, expected, atol=3e-6 if queries <= MOST_QUERIES else ATOL[dtype])
+        np.testing.assert_allclose(found, expected, atol=3e-6)
         for wrong in (where + 1, jnp.maximum(where - 1, 0)):
             with pytest.raises(AssertionError):
                 np.testing.assert_allclose(run(q, c.k, c.v, wrong, prefix=24, window=window), expected, atol=1e-3)
