@@ -115,8 +115,9 @@ def _visits(
     bundle: np.ndarray,
     admit: npt.NDArray[np.uint8] | None,  # [B,C]
     weights: npt.NDArray[np.float32] | None,  # [B,C]
-) -> Iterator[tuple[npt.NDArray[np.intp] | slice, slice]]:
-    """Which rows meet which units at a time: all rows and some units, or with weights one unit and who wants it."""
+) -> Iterator[tuple[npt.NDArray[np.intp] | slice, npt.NDArray[np.intp] | slice]]:
+    """Which rows meet which units at a time: all rows and some units that one of them admits, or with weights one unit
+    and who wants it."""
     batch, count = pairs
     if weights is not None:
         for c, wanted in enumerate(wanted_pairs(weights, admit).T):
@@ -124,8 +125,9 @@ def _visits(
                 yield np.flatnonzero(wanted), slice(c, c + 1)
         return
     step = max(1, CHUNK_FLOATS // (bundle.shape[1] * bundle.shape[2] * row_values(bundle))) if len(bundle) else 1
-    for at in range(0, count if batch else 0, step):
-        yield slice(None), slice(at, at + step)
+    admitted = np.arange(count) if admit is None else np.flatnonzero(admit.any(axis=0))
+    for at in range(0, len(admitted) if batch else 0, step):
+        yield slice(None), admitted[at : at + step]
 
 
 def _weighted(h: npt.NDArray[np.float32], weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -193,6 +193,8 @@ def lay_out(
 ) -> Layout:
     """Resident if the mode is `auto` and every unit fits beside the resident programs; else the offload mode.
 
+    The CPU's own kernels take wider chunks of a prompt, if those fit too.
+
     Who asks for skipping gets it, wherever the units are: resident with the host's kernels, which leave a row out.
     """
     skips = config.sparsity == "predicted"
@@ -202,9 +204,12 @@ def lay_out(
         if skips:
             assert isinstance(strategy, Strategy), "experts are never skipped"
             prediction = choose(shapes.spec, strategy.knobs, strategy.trained, fingerprint, skips=True, places=False)
-        layout = try_layout(config, "resident", shapes, device, progress, prediction)
-        if layout is not None:
-            return layout
+        cheap = replace(shapes, cheap_chunks=True)
+        by_kernels = device.platform == "cpu" and ffi.unavailable() is None and shapes.spec.experts is None
+        for wanted in [cheap, shapes] if by_kernels else [shapes]:
+            layout = try_layout(config, "resident", wanted, device, progress, prediction)
+            if layout is not None:
+                return layout
     return lay_out_offloaded(config, strategy, shapes, device, progress)
 
 

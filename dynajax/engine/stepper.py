@@ -72,7 +72,7 @@ class Stepper:
     def embed(self, ids: Sequence[int]) -> list[Piece]:
         """The workspace with the embeddings of ids, and the pieces in which they go through the layers."""
         pieces, start, shapes = [], 0, self._programs.shapes
-        for size, count in split_chunks(len(ids), shapes.chunks, shapes.ctx):
+        for size, count in split_chunks(len(ids), shapes.chunks, shapes.ctx, shapes.most_padding):
             pieces.append((start, size, count))
             start += count
         self._embed_prompt(ids, pieces)

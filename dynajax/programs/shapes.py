@@ -11,7 +11,9 @@ from dynajax.quant import stored_as
 
 PREFIX_STEP = 256
 CHUNKS = (8, 32, 128)
-MOST_PADDING = 4
+MOST_PADDING = 4  # times a chunk's own tokens, where it takes the longest to read the weights
+CHEAP_CHUNKS = (8, 32, 64, 128)
+CHEAP_PADDING = 1.5  # where arithmetic does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Shapes:
     ctx: int  # KV rows of a sequence, a multiple of the smallest chunk
     batch: int  # sequences decoded together
     skip_zeros: bool = True  # a neuron whose activation is zero need not be computed further
+    cheap_chunks: bool = False  # nothing is kept of a chunk's neurons: the CPU's kernels compute FFNs, and of all units
 
     def __post_init__(self) -> None:
         if self.ctx < 1 or self.ctx % CHUNKS[0]:
@@ -54,12 +57,20 @@ class Shapes:
         """Prefill chunk sizes: the smallest, and the largest of at most 3 D / 80 tokens.
 
         That keeps the FFN's [T, G] temporaries (up to four, float32) below 5 % of a float32 pool; the smallest is
-        there for narrow models too. Experts have temporaries of one expert alone.
+        there for narrow models too. Experts have temporaries of one expert alone. Cheap chunks have none, and come in
+        more sizes, so that little is padded.
         """
+        if self.cheap_chunks:
+            return tuple(c for c in CHEAP_CHUNKS if c <= self.ctx)
         if self.spec.experts is not None:
             return tuple(sorted({CHUNKS[0], max(c for c in CHUNKS if c <= self.ctx)}))
         fitting = [c for c in CHUNKS if c <= min(3 * self.spec.hidden // 80, self.ctx)]
         return tuple(sorted({CHUNKS[0], *fitting[-1:]}))
+
+    @property
+    def most_padding(self) -> float:
+        """How many times its tokens a prompt's last chunk may be."""
+        return CHEAP_PADDING if self.cheap_chunks else MOST_PADDING
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -107,9 +118,11 @@ def bucket_of(length: int, buckets: tuple[int, ...]) -> int:
     return next(size for size in buckets if size >= length)
 
 
-def split_chunks(length: int, chunks: tuple[int, ...], room: int) -> list[tuple[int, int]]:
-    """Cut a prompt into (padded size, tokens) pieces; only the last is padded, at most to four times its tokens or to
-    the smallest size: a chunk reads the whole pool, so one wide chunk costs less than several narrow ones.
+def split_chunks(
+    length: int, chunks: tuple[int, ...], room: int, most_padding: float = MOST_PADDING
+) -> list[tuple[int, int]]:
+    """Cut a prompt into (padded size, tokens) pieces; only the last is padded, at most to `most_padding` times its
+    tokens or to the smallest size: a chunk reads the whole pool, so one wide chunk can cost less than several narrow.
     `room`: rows of the cache from the prompt's first token on, whole smallest chunks.
 
     Example: 143 tokens with sizes 8 and 128 and much room -> [(128, 128), (8, 8), (8, 7)].
@@ -118,7 +131,7 @@ def split_chunks(length: int, chunks: tuple[int, ...], room: int) -> list[tuple[
     while length > 0:
         covering = next((c for c in chunks if length <= c <= room), 0)
         largest_full = max((c for c in chunks if c <= length), default=chunks[0])
-        size = covering if 0 < covering <= MOST_PADDING * length else largest_full
+        size = covering if 0 < covering <= most_padding * length else largest_full
         pieces.append((size, min(size, length)))
         length, room = length - size, room - size
     return pieces

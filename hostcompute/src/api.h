@@ -36,13 +36,14 @@ HC_API void* hc_pool_create(int32_t threads, const char* isa, int32_t* status);
 HC_API void hc_pool_destroy(void* pool);
 HC_API const char* hc_pool_isa(void* pool);
 
-// y[B,D] = FFN of x[B,D] over `count` units; units: null for 0, 1, 2, ... pool as in hc_matmul. activation: 0 relu, 1 fatrelu, 2 silu, 3 drelu; the last one,
-// relu(gate) * relu(up), needs three parts. admit: uint8 [B,count] or null: where it is 0 the unit is zero for the
-// row, whatever its gate; with skip_zeros zeros are then skipped of silu too. weights: [B,count] or null, what a unit's
-// share of a row is multiplied with, as a router says; where a row's weight is 0, or admit, it costs nothing, and a
-// unit that no row wants is not read. live: uint8 [B,count] or null. values: [B,count] or null, what each unit's down
-// row is multiplied with; only where arena->rows is 1. totals: int64 [B + 1], the live units of each row, with weights
-// its live neurons; then the bytes of weights read.
+// y[B,D] = FFN of x[B,D] over `count` units; units: null for 0, 1, 2, ... pool as in hc_matmul. activation: 0 relu, 1
+// fatrelu, 2 silu, 3 drelu; the last one, relu(gate) * relu(up), needs three parts. admit: uint8 [B,count] or null:
+// where it is 0 the unit is zero for the row, whatever its gate, and one that no row admits is not read; with
+// skip_zeros zeros are then skipped of silu too. weights: [B,count] or null, what a unit's share of a row is
+// multiplied with, as a router says; where a row's weight is 0, or admit, it costs nothing, and a unit that no row
+// wants is not read. live: uint8 [B,count] or null. values: [B,count] or null, what each unit's down row is multiplied
+// with; only where arena->rows is 1. totals: int64 [B + 1], the live units of each row, with weights its live neurons;
+// then the bytes of weights read.
 HC_API int64_t hc_ffn(void* pool, const hc_arena* arena, const float* x, int64_t batch, const int32_t* units,
                       int64_t count, int32_t activation, float threshold, int32_t skip_zeros, const uint8_t* admit,
                       const float* weights, float* y, uint8_t* live, float* values, int64_t* totals);

@@ -56,6 +56,18 @@ void reduce(Job& job) {
   job.pool.run(task, &job);
 }
 
+// Lists the positions that some row admits; returns how many.
+int64_t find_admitted(const FfnCall& call, int32_t* positions) {
+  int64_t found = 0;
+  for (int64_t c = 0; c < call.count; ++c) {
+    uint8_t wanted = 0;
+    for (int64_t t = 0; t < call.batch; ++t) wanted |= call.admit[t * call.count + c];
+    positions[found] = static_cast<int32_t>(c);
+    found += wanted != 0;
+  }
+  return found;
+}
+
 }  // namespace
 
 int64_t row_bytes(const hc_arena& arena) { return row_bytes(arena.dtype, arena.width); }
@@ -68,14 +80,15 @@ void ffn(Pool& pool, const Kernels& kernels, const FfnCall& call) {
   const int64_t floats = sum_floats(call) + value_floats(call.arena, call.batch);
   for (int thread = 0; thread < pool.threads(); ++thread) pool.scratch(thread).reserve(floats * sizeof(float));
   const int64_t marks = call.batch * call.count;
+  const int64_t listed = call.admit == nullptr ? 0 : call.count * sizeof(int32_t);
+  pool.shared_scratch().reserve(listed + (call.live == nullptr ? marks : 0));
+  int32_t* positions = listed == 0 ? nullptr : static_cast<int32_t*>(pool.shared_scratch().data());
+  const Admitted admitted{positions, positions == nullptr ? 0 : find_admitted(call, positions)};
   uint8_t* live = call.live;
-  if (live == nullptr) {
-    pool.shared_scratch().reserve(marks);
-    live = static_cast<uint8_t*>(pool.shared_scratch().data());
-  }
+  if (live == nullptr) live = static_cast<uint8_t*>(pool.shared_scratch().data()) + listed;
   if (marks > 0) std::memset(live, 0, marks);
   if (call.values != nullptr) std::fill_n(call.values, marks, 0.0f);
-  Job job{Plan(call, kernels, pool.threads(), live), pool};
+  Job job{Plan(call, kernels, pool.threads(), live, admitted), pool};
   pool.run(compute_share, &job);
   reduce(job);
   for (int64_t t = 0; t < call.batch; ++t) {

@@ -24,7 +24,7 @@ int64_t value_floats(const hc_arena& arena, int64_t tokens) {
   return tokens > many_tokens ? std::max(block, dense_floats(arena.width, tokens)) : block;
 }
 
-Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* live)
+Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* live, const Admitted& admitted)
     : call(call),
       tiles(kernels.tiles[call.arena.dtype]),
       kernels(kernels),
@@ -33,7 +33,8 @@ Plan::Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* li
       live(live),
       skip(call.skip_zeros && (call.activation != silu || call.admit != nullptr)),  // SiLU has no zeros of its own
       visit_(nullptr),
-      neurons_(call.count * call.arena.rows),
+      admitted_(admitted.positions),
+      neurons_((admitted.positions == nullptr ? call.count : admitted.count) * call.arena.rows),
       row_bytes_(::row_bytes(call.arena)) {
   blocks = threads * ceil_div(neurons_, threads * most_rows(*this));
 }
@@ -47,6 +48,7 @@ Plan::Plan(const FfnCall& call, const Kernels& kernels, const Visit& visit)
       live(call.live),
       skip(call.skip_zeros && call.activation != silu),
       visit_(&visit),
+      admitted_(nullptr),
       neurons_(visit.end - visit.begin),
       row_bytes_(::row_bytes(call.arena)) {
   blocks = ceil_div(neurons_, most_rows(*this));
@@ -58,9 +60,10 @@ int Plan::find_rows(int64_t block, const char** rows) const {
   const int64_t first = begin(block);
   const int64_t end = begin(block + 1);
   for (int64_t j = first; j < end; ++j) {
-    const int64_t position = visit_ != nullptr ? visit_->position : arena.rows == 1 ? j : j / arena.rows;
-    const int64_t inner = visit_ != nullptr ? visit_->begin + j : j - position * arena.rows;
-    rows[j - first] = call.unit(position) + inner * row_bytes_;
+    const int64_t unit = unit_of(j);
+    const int64_t at = visit_ != nullptr ? visit_->position : position(unit);
+    const int64_t inner = visit_ != nullptr ? visit_->begin + j : j - unit * arena.rows;
+    rows[j - first] = call.unit(at) + inner * row_bytes_;
   }
   return static_cast<int>(end - first);
 }

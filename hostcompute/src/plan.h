@@ -16,7 +16,7 @@
 
 constexpr int max_block = 64;  // neurons
 constexpr int few_tokens = 2;  // from more on, x and y no longer fit into the first cache beside the weights
-constexpr int many_tokens = 8;  // with more, arithmetic takes as long as reading the weights, and longer
+constexpr int many_tokens = 16;  // with more, arithmetic takes as long as reading the weights, and longer
 
 // What a thread needs for a block beside its sums: three values of each neuron and token, and copies of x; or what
 // compute_dense wants.
@@ -40,9 +40,15 @@ struct Visit {
   const char* then;  // the row that is read behind the last one, or null
 };
 
+// The positions in a call's list of those units that some row admits; null: all of them count.
+struct Admitted {
+  const int32_t* positions;
+  int64_t count;
+};
+
 class Plan {
  public:
-  Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* live);
+  Plan(const FfnCall& call, const Kernels& kernels, int threads, uint8_t* live, const Admitted& admitted);
   Plan(const FfnCall& call, const Kernels& kernels, const Visit& visit);  // keeps a pointer to the visit
 
   const FfnCall& call;
@@ -113,6 +119,12 @@ class Plan {
   }
 
  private:
+  // Without a visit: which of the units a neuron belongs to, and the position of that unit in the call's list.
+  int64_t unit_of(int64_t neuron) const {
+    return call.arena.rows == 1 ? neuron : neuron / call.arena.rows;  // a division takes a while
+  }
+  int64_t position(int64_t unit) const { return admitted_ == nullptr ? unit : admitted_[unit]; }
+
   int64_t row(int64_t token) const { return visit_ == nullptr ? token : visit_->guests[token].row; }
 
   // Zero counts for nothing, even times an infinite weight.
@@ -121,7 +133,7 @@ class Plan {
   // Where in [batch, count] the neuron's unit is for a token.
   int64_t mark_of(int64_t neuron, int64_t token) const {
     if (visit_ != nullptr) return row(token) * call.count + visit_->position;
-    return token * call.count + (call.arena.rows == 1 ? neuron : neuron / call.arena.rows);  // a division takes a while
+    return token * call.count + position(unit_of(neuron));
   }
 
   void mark(int64_t neuron, int64_t token) const {
@@ -132,6 +144,7 @@ class Plan {
   }
 
   const Visit* const visit_;
+  const int32_t* const admitted_;
   int64_t neurons_;
   int64_t row_bytes_;
 };

@@ -159,7 +159,7 @@ def check(pool: HostPool | NumpyPool, case: Case, *, skip_zeros: bool) -> None:
 
 
 def bytes_needed(case: Case, *, skip_zeros: bool) -> int:
-    """Every gate row; up and down of the rows that some token needs, or of all. With weights of wanted units only.
+    """Every gate row; up and down of the rows that some token needs, or of all. Of units that are wanted or admitted.
 
     Up is needed where the gate is not zero, and so is down, but with drelu only where up is not zero either.
     """
@@ -167,6 +167,8 @@ def bytes_needed(case: Case, *, skip_zeros: bool) -> int:
     by_gate = replace(single, activation="relu") if case.activation == "drelu" else single
     skips = skip_zeros and (case.activation != "silu" or (case.admit is not None and case.weights is None))
     wanted = np.ones(len(single.units), np.bool_)
+    if single.admit is not None:
+        wanted = single.admit.any(axis=0)
     if single.weights is not None:
         wanted = wanted_pairs(single.weights, single.admit).any(axis=0)
     downs, ups = (

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynajax.programs import Shapes, bucket_of, prefix_buckets, split_chunks
-from dynajax.programs.shapes import CHUNKS, round_ctx
+from dynajax.programs.shapes import CHEAP_CHUNKS, CHUNKS, round_ctx
 from dynajax.testing import TINY
 
 CHECKED = settings(deadline=None, derandomize=True, max_examples=500)
@@ -60,27 +60,42 @@ def test_cuts(length, expected):
     assert split_chunks(length, CHUNKS, 10**6) == expected
 
 
-def overflow(ctx, hidden, length):
+@CHECKED
+@given(length=LENGTHS, hidden=st.sampled_from(HIDDEN), ctx=LENGTHS.map(round_ctx))
+def test_cheap_chunks_pad_little(length, hidden, ctx):
+    cheap = shapes(hidden, ctx, cheap_chunks=True)
+    pieces = split_chunks(length, cheap.chunks, 10**6, cheap.most_padding)
+    assert cheap.chunks[-1] == max(c for c in CHEAP_CHUNKS if c <= ctx)
+    assert sum(count for _, count in pieces) == length
+    *full, (size, count) = pieces
+    assert all(size == count for size, count in full)
+    assert 1 <= count <= size <= max(1.5 * count, CHUNKS[0])
+
+
+def overflow(ctx, hidden, length, cheap):
     """By how many rows the chunks of a prompt reach past a cache of `ctx`."""
     start = end = 0
-    for size, count in split_chunks(length, shapes(hidden, ctx).chunks, ctx):
+    of = shapes(hidden, ctx, cheap_chunks=cheap)
+    for size, count in split_chunks(length, of.chunks, ctx, of.most_padding):
         end = max(end, start + size)
         start += count
     return end - ctx
 
 
 @CHECKED
-@given(ctx=LENGTHS, hidden=st.sampled_from(HIDDEN), data=st.data())
-def test_every_chunk_fits_the_cache(ctx, hidden, data):
+@given(ctx=LENGTHS, hidden=st.sampled_from(HIDDEN), cheap=st.booleans(), data=st.data())
+def test_every_chunk_fits_the_cache(ctx, hidden, cheap, data):
     """XLA would shift what does not fit to earlier positions, without a word."""
     length = data.draw(st.integers(1, round_ctx(ctx)))
-    assert overflow(round_ctx(ctx), hidden, length) <= 0
+    assert overflow(round_ctx(ctx), hidden, length, cheap) <= 0
 
 
 @CHECKED
-@given(ctx=st.integers(1, 16).map(lambda n: 128 * n), hidden=st.sampled_from(HIDDEN), data=st.data())
-def test_every_chunk_fits_a_cache_of_whole_largest_chunks(ctx, hidden, data):
-    assert overflow(ctx, hidden, data.draw(st.integers(1, ctx))) <= 0
+@given(
+    ctx=st.integers(1, 16).map(lambda n: 128 * n), hidden=st.sampled_from(HIDDEN), cheap=st.booleans(), data=st.data()
+)
+def test_every_chunk_fits_a_cache_of_whole_largest_chunks(ctx, hidden, cheap, data):
+    assert overflow(ctx, hidden, data.draw(st.integers(1, ctx)), cheap) <= 0
 
 
 @CHECKED
