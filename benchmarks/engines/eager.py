@@ -1,43 +1,78 @@
-"""transformers with torch as a child of `benchmarks.side_by_side`: eager, its own cache, no compilation."""
+"""transformers with torch as a child of `benchmarks.side_by_side`: eager, its own cache, no compilation.
+
+With a budget accelerate places the modules: on a GPU as many as the budget holds and the rest in host memory; without
+one host memory up to the budget is the device and the rest is on disk, in a folder that is removed at the end. A file
+on disk that was read before comes from the system's cache: what is measured then is accelerate's hooks and the copies.
+"""
 
 from __future__ import annotations
 
 import importlib
+import tempfile
 import time
 from typing import Any
 
 import numpy as np
 
-from benchmarks.engines.worker import Logits, Opened, PlainSession, serve
+from dynajax.benching.worker import Logits, Opened, PlainSession, serve
+from dynajax.errors import UsageError
 
 
 class TorchSession(PlainSession):
     """A causal model of transformers and the cache of the current round."""
 
-    def __init__(self, torch: Any, model: Any):
+    def __init__(self, torch: Any, model: Any, offload: tempfile.TemporaryDirectory | None):
         self._torch, self._model, self._cache = torch, model, None
+        self._offload = offload  # lives as long as the model
+        self._device = next(device for device in (p.device for p in model.parameters()) if device.type != "meta")
 
     def _forget(self) -> None:
         self._cache = None
 
     def _run(self, rows: list[list[int]]) -> Logits:
+        ids = self._torch.tensor(rows, device=self._device)
         with self._torch.inference_mode():
-            told = self._model(
-                input_ids=self._torch.tensor(rows), past_key_values=self._cache, use_cache=True, logits_to_keep=1
-            )
+            told = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cache = told.past_key_values
-        return np.asarray(told.logits[:, -1].float())
+        return np.asarray(told.logits[:, -1].float().cpu())
+
+
+def placement(torch: Any, budget_bytes: int) -> dict[str, Any]:
+    """Settings of `from_pretrained` for accelerate; the folder is made by the caller."""
+    if torch.cuda.is_available():
+        return {"device_map": "auto", "max_memory": {0: budget_bytes, "cpu": 2**50}}
+    return {"device_map": "auto", "max_memory": {"cpu": budget_bytes}}
 
 
 def open_session(settings: dict[str, Any]) -> Opened:
-    """settings: model (a folder), dtype, threads."""
-    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    """settings: model (a folder), dtype, threads; budget_bytes for accelerate. UsageError: a package is missing."""
+    budget_bytes = settings.get("budget_bytes")
+    names = ("torch", "transformers") if budget_bytes is None else ("torch", "transformers", "accelerate")
+    try:
+        found = {name: importlib.import_module(name) for name in names}
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"this Python has no {error.name}: pip install {' '.join(names)}, or name another by --torch-python"
+        ) from error
+    torch, transformers = found["torch"], found["transformers"]
     torch.set_num_threads(settings["threads"])
     begin = time.perf_counter()
-    kind = getattr(torch, settings["dtype"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=kind).eval()
-    row = {"version": transformers.__version__}
-    return Opened(session=TorchSession(torch, model), load_s=time.perf_counter() - begin, row=row)
+    kept: dict[str, Any] = {"dtype": getattr(torch, settings["dtype"])}
+    offload = None
+    if budget_bytes is not None:
+        offload = tempfile.TemporaryDirectory(prefix="dynajax-offload-")
+        kept |= {**placement(torch, budget_bytes), "offload_folder": offload.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], **kept).eval()
+    row = {"version": " ".join(f"{name} {module.__version__}" for name, module in found.items())}
+    if budget_bytes is not None:
+        row["note"] = _places(model)
+    return Opened(session=TorchSession(torch, model, offload), load_s=time.perf_counter() - begin, row=row)
+
+
+def _places(model: Any) -> str:
+    """How many modules are where, as accelerate decided."""
+    places = [str(place) for place in getattr(model, "hf_device_map", {}).values()]
+    return ", ".join(f"{places.count(place)} modules on {place}" for place in sorted(set(places)))
 
 
 if __name__ == "__main__":

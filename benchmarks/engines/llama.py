@@ -1,6 +1,7 @@
 """llama.cpp as a child of `benchmarks.side_by_side`: the C interface of llama-cpp-python, without its Python sampling.
 
-Needs llama_cpp and NumPy, nothing of this project beside `worker`. `make bench-deps` builds it for this machine.
+Needs llama_cpp and NumPy, nothing of this project beside `dynajax.benching.worker`. `make bench-deps` builds it for
+this machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engines.worker import Logits, Opened, PlainSession, serve
+from dynajax.benching.worker import Logits, Opened, PlainSession, serve
 
 CTX_STEP = 256  # llama.cpp rounds the cache to this
 

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from benchmarks import make_checkpoint, side_by_side
-from benchmarks.children import Child, Contender, Setup, contender
-from benchmarks.engines import ours
-from benchmarks.engines.worker import run_round
-from benchmarks.side_by_side import ROW_KEYS, measure, row_of, tokens_of
+from benchmarks.children import Setup, contender
+from benchmarks.side_by_side import tokens_of
 from benchmarks.to_gguf import convert
+from dynajax.benching import rounds as benching
+from dynajax.benching import session as ours
+from dynajax.benching.children import Child, Contender
+from dynajax.benching.rounds import ROW_KEYS, fit_together, measure, row_of
+from dynajax.benching.worker import run_round
 from dynajax.errors import UsageError
 
 ECHO = """
-from benchmarks.engines.worker import Opened, serve
+from dynajax.benching.worker import Opened, serve
 import numpy as np
 
 class Session:
@@ -56,8 +59,11 @@ def setup(folder):
         new_tokens=4,
         batch=2,
         threads=1,
+        budget="auto",
         gguf_files=str(folder / "{}.gguf"),
         llama_python=sys.executable,
+        torch_python=sys.executable,
+        powerinfer="",
         predictor="gate",
         constants=(),
     )
@@ -149,18 +155,21 @@ def test_a_child_that_fails_is_named():
         child.round([[1000]], [])
 
 
-@pytest.mark.parametrize("free", [0, 2**40])
-def test_engines_take_turns(monkeypatch, free):
-    monkeypatch.setattr(side_by_side, "free_bytes", lambda: free)
+@pytest.mark.parametrize("together", [False, True])
+def test_engines_take_turns(monkeypatch, together):
+    monkeypatch.setattr(benching, "free_bytes", lambda: 2**30 if together else 0)
     ones = [replace(echo(), name=name, file_bytes=2**20) for name in ("a", "b")]
-    found = measure(ones, ([[1, 2]], [[3]]), 2, Band())
+    assert fit_together(ones) == together
+    told = []
+    on_round = lambda turn, one, found: told.append((turn, one.name))  # noqa: E731
+    found = measure(ones, ([[1, 2]], [[3]]), 2, Band(), on_round, together=together)
     assert [len(found[name]) for name in ("a", "b")] == [2, 2]
+    assert told == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
 
 
-def test_what_compiles_while_it_is_measured_is_refused(monkeypatch):
-    monkeypatch.setattr(side_by_side, "free_bytes", lambda: 2**40)
+def test_what_compiles_while_it_is_measured_is_refused():
     with pytest.raises(RuntimeError, match="echo compiled in a counted round"):
-        measure([echo(compiles=1.0)], ([[1]], [[2]]), 1, Band())
+        measure([echo(compiles=1.0)], ([[1]], [[2]]), 1, Band(), lambda *_: None, together=True)
 
 
 # --- rows ---
