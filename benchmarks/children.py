@@ -35,6 +35,7 @@ class Setup(Task):
     llama_python: str
     torch_python: str
     powerinfer: str  # a finished binary
+    scratch: Path  # a folder for what is kept on disk meanwhile
     predictor: str
     constants: tuple[str, ...]  # --set of the engine
 
@@ -112,7 +113,7 @@ def _torch(name: str, dtype: str, setup: Setup) -> Contender:
     if engine == "accelerate":
         if setup.budget_bytes is None:
             raise UsageError("accelerate moves weights to keep to a budget: give a size, --vram-budget 1GiB")
-        settings["budget_bytes"] = setup.budget_bytes
+        settings |= {"budget_bytes": setup.budget_bytes, "offload_folder": str(setup.scratch / dtype)}
     row = {
         "sparsity": "dense", "dtype": dtype, "floor_bytes": setup.weight_bytes(dtype) + setup.cache_bytes(dtype),
         "budget": setup.budget if engine == "accelerate" else None,

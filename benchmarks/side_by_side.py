@@ -27,7 +27,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,7 +79,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def setup_of(args: argparse.Namespace) -> Setup:
+def setup_of(args: argparse.Namespace, scratch: Path) -> Setup:
     """Looks the model up; UsageError or ModelError: it is not there."""
     folder = model_folder(args.model, offline=True)
     return Setup(
@@ -93,14 +95,15 @@ def setup_of(args: argparse.Namespace) -> Setup:
         llama_python=args.llama_python,
         torch_python=args.torch_python,
         powerinfer=args.powerinfer,
+        scratch=scratch,
         predictor=args.predictor,
         constants=tuple(args.set),
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """The result. DynajaxError: something is missing or refused."""
-    setup = setup_of(args)
+    setup = setup_of(args, scratch)
     contenders = [contender(name, setup) for name in args.engines]
     tokens = tokens_of(setup, args.seed)
     together = fit_together(contenders)
@@ -123,7 +126,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     try:
-        told = run(args)
+        with tempfile.TemporaryDirectory(prefix="dynajax-offload-") as scratch:
+            told = run(args, Path(scratch))
     except DynajaxError as error:
         raise SystemExit(f"error: {error}") from error
     print(table(told["rows"]))

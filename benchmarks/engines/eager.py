@@ -1,14 +1,13 @@
 """transformers with torch as a child of `benchmarks.side_by_side`: eager, its own cache, no compilation.
 
 With a budget accelerate places the modules: on a GPU as many as the budget holds and the rest in host memory; without
-one host memory up to the budget is the device and the rest is on disk, in a folder that is removed at the end. A file
-on disk that was read before comes from the system's cache: what is measured then is accelerate's hooks and the copies.
+one host memory up to the budget is the device and the rest is on disk. A file on disk that was read before comes from
+the system's cache: what is measured then is accelerate's hooks and the copies.
 """
 
 from __future__ import annotations
 
 import importlib
-import tempfile
 import time
 from typing import Any
 
@@ -17,13 +16,14 @@ import numpy as np
 from dynajax.benching.worker import Logits, Opened, PlainSession, serve
 from dynajax.errors import UsageError
 
+UNBOUNDED = 2**50  # bytes of host memory beside a GPU
+
 
 class TorchSession(PlainSession):
     """A causal model of transformers and the cache of the current round."""
 
-    def __init__(self, torch: Any, model: Any, offload: tempfile.TemporaryDirectory | None):
+    def __init__(self, torch: Any, model: Any):
         self._torch, self._model, self._cache = torch, model, None
-        self._offload = offload  # lives as long as the model
         self._device = next(device for device in (p.device for p in model.parameters()) if device.type != "meta")
 
     def _forget(self) -> None:
@@ -37,17 +37,20 @@ class TorchSession(PlainSession):
         return np.asarray(told.logits[:, -1].float().cpu())
 
 
-def placement(torch: Any, budget_bytes: int) -> dict[str, Any]:
-    """Settings of `from_pretrained` for accelerate; the folder is made by the caller."""
-    if torch.cuda.is_available():
-        return {"device_map": "auto", "max_memory": {0: budget_bytes, "cpu": 2**50}}
-    return {"device_map": "auto", "max_memory": {"cpu": budget_bytes}}
+def placement(torch: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """What `from_pretrained` is told for accelerate."""
+    budget_bytes = settings["budget_bytes"]
+    most = {0: budget_bytes, "cpu": UNBOUNDED} if torch.cuda.is_available() else {"cpu": budget_bytes}
+    return {"device_map": "auto", "max_memory": most, "offload_folder": settings["offload_folder"]}
 
 
 def open_session(settings: dict[str, Any]) -> Opened:
-    """settings: model (a folder), dtype, threads; budget_bytes for accelerate. UsageError: a package is missing."""
-    budget_bytes = settings.get("budget_bytes")
-    names = ("torch", "transformers") if budget_bytes is None else ("torch", "transformers", "accelerate")
+    """settings: model (a folder), dtype, threads; for accelerate budget_bytes and offload_folder, too.
+
+    UsageError: a package is missing.
+    """
+    offloads = "budget_bytes" in settings
+    names = ("torch", "transformers", "accelerate") if offloads else ("torch", "transformers")
     try:
         found = {name: importlib.import_module(name) for name in names}
     except ModuleNotFoundError as error:
@@ -58,18 +61,16 @@ def open_session(settings: dict[str, Any]) -> Opened:
     torch.set_num_threads(settings["threads"])
     begin = time.perf_counter()
     kept: dict[str, Any] = {"dtype": getattr(torch, settings["dtype"])}
-    offload = None
-    if budget_bytes is not None:
-        offload = tempfile.TemporaryDirectory(prefix="dynajax-offload-")
-        kept |= {**placement(torch, budget_bytes), "offload_folder": offload.name}
+    if offloads:
+        kept |= placement(torch, settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], **kept).eval()
     row = {"version": " ".join(f"{name} {module.__version__}" for name, module in found.items())}
-    if budget_bytes is not None:
-        row["note"] = _places(model)
-    return Opened(session=TorchSession(torch, model, offload), load_s=time.perf_counter() - begin, row=row)
+    if offloads:
+        row["note"] = places(model)
+    return Opened(session=TorchSession(torch, model), load_s=time.perf_counter() - begin, row=row)
 
 
-def _places(model: Any) -> str:
+def places(model: Any) -> str:
     """How many modules are where, as accelerate decided."""
     places = [str(place) for place in getattr(model, "hf_device_map", {}).values()]
     return ", ".join(f"{places.count(place)} modules on {place}" for place in sorted(set(places)))

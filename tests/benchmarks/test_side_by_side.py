@@ -64,6 +64,7 @@ def setup(folder):
         llama_python=sys.executable,
         torch_python=sys.executable,
         powerinfer="",
+        scratch=folder / "scratch",
         predictor="gate",
         constants=(),
     )
@@ -111,6 +112,10 @@ def test_names_become_processes(setup, folder):
         ("dynajax:dense:float16:none:more", "takes dynajax"),
         ("llama.cpp:Q5_K", "takes dynajax"),
         ("transformers:int3", "takes dynajax"),
+        ("accelerate:F16", "takes dynajax"),
+        ("accelerate:float32", "give a size, --vram-budget 1GiB"),
+        ("powerinfer", "takes dynajax"),
+        ("powerinfer:F16", "powerinfer needs --powerinfer PATH"),
         ("dynajax:some:float16", "--sparsity"),
         ("dynajax:dense:float17", "--dtype"),
         ("llama.cpp:Q8_0", "python -m benchmarks.to_gguf"),
@@ -119,6 +124,23 @@ def test_names_become_processes(setup, folder):
 def test_names_that_mean_nothing(setup, name, words):
     with pytest.raises(UsageError, match=words):
         contender(name, setup)
+
+
+def test_who_can_keeps_to_the_budget(setup, tmp_path):
+    budget = replace(setup, budget="3MiB", powerinfer=str(tmp_path / "main"), gguf_files=str(tmp_path / "{}.gguf"))
+    assert contender("dynajax:dense:float32", budget).settings["vram_budget"] == "3MiB"
+    moved = contender("accelerate:float32", budget)
+    assert moved.settings["budget_bytes"] == 3 * 2**20 and moved.row["budget"] == "3MiB"
+    assert moved.settings["offload_folder"] == str(budget.scratch / "float32")
+    assert contender("transformers:float32", budget).row["budget"] is None
+    with pytest.raises(UsageError, match=f"no {tmp_path}/main"):
+        contender("powerinfer:q4", replace(budget, batch=1))
+    for name in ("main", "q4.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    rival = contender("powerinfer:q4", replace(budget, batch=1))
+    assert rival.settings["budget_bytes"] == 3 * 2**20 and "tokenizer" in rival.row["note"]
+    with pytest.raises(UsageError, match="powerinfer runs one sequence, got --batch 2"):
+        contender("powerinfer:q4", budget)
 
 
 def test_tokens_are_the_same_for_all(setup):
@@ -153,6 +175,12 @@ def test_a_child_that_is_not_asked_stands_still():
 def test_a_child_that_fails_is_named():
     with Child(echo()) as child, pytest.raises(RuntimeError, match="echo ended with code 1"):
         child.round([[1000]], [])
+
+
+def test_an_engine_that_refuses_says_why_in_one_line(folder, capsys):
+    argv = ["--model", str(folder), "--engines", "dynajax:dense:float32", "--vram-budget", "1KiB"]
+    with pytest.raises(SystemExit, match="^error: dynajax:dense:float32: the part that must be on the device needs"):
+        side_by_side.main(argv)
 
 
 @pytest.mark.parametrize("together", [False, True])
