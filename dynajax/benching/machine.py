@@ -15,7 +15,7 @@ from hostcompute import default_threads
 
 CPUS = Path("/sys/devices/system/cpu")
 ROOT = Path(__file__).parents[2]
-INSTRUCTIONS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "asimd", "sve")  # told of
+FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "asimd", "sve")  # told of
 SETTINGS = ("OMP_", "JAX_", "XLA_", "HOSTCOMPUTE_", "MKL_", "OPENBLAS_", "MALLOC_")  # of the environment, that matter
 UNKNOWN_CACHE = 32 << 20  # where the system does not say
 
@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
         "cores": default_threads(),
         "last_level_cache_bytes": last_level_cache_bytes(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "instructions": [name for name in INSTRUCTIONS if name in flags],
+        "cpu_flags": [name for name in FLAGS if name in flags],
         "governor": _governor(),
         "shared": "hypervisor" in flags,
         "system": f"{platform.system()} {platform.release()}",

@@ -13,7 +13,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def engine_row(name="dynajax:exact:float16", best_ms=10.0, median_ms=11.0, prompt_ms=(500.0, 520.0), **changes):
     return {
         "name": name, "engine": "dynajax", "model": "m", "policy": "static", "dtype": "float16", "threads": 2,
-        "batch": 1, "prompt_tokens": 64, "new_tokens": 16, "decode_tok_s": 1e3 / median_ms, "prefill_tok_s": 64e3 / prompt_ms[1],
+        "batch": 1, "prompt_tokens": 64, "new_tokens": 16, "decode_tok_s": 1e3 / median_ms,
+        "prefill_tok_s": 64e3 / prompt_ms[1],
         "spread": {"best_step_s": best_ms / 1e3, "best_prefill_s": prompt_ms[0] / 1e3}, **changes,
     }  # fmt: skip
 
