@@ -3,9 +3,9 @@
     python -m benchmarks.instructions --json
 
 Needs valgrind (on Debian: apt install valgrind). One call a row, on one thread, every neuron of a layer live; what is
-counted is the function of the C++ library alone. valgrind knows no AVX-512, so the counts are those of the AVX2 kernels:
-they tell whether the code does more work than it did, not how long that takes. `python -m benchmarks.compare` holds a
-later run against this one, with 0.1 % for what differs between two runs.
+counted is the function of the C++ library alone. valgrind knows no AVX-512, so the counts are those of the AVX2
+kernels: they tell whether the code does more work than it did, not how long that takes. `python -m benchmarks.compare`
+holds a later run against this one, with 0.1 % for what differs between two runs.
 
 Exit codes: 0; 2 valgrind is not there, or it failed.
 """
