@@ -72,6 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama_cpp")
     parser.add_argument("--torch-python", default=sys.executable, help="one that has torch, transformers, accelerate")
     parser.add_argument("--powerinfer", default="", metavar="PATH", help="the finished binary of PowerInfer")
+    parser.add_argument("--out", type=Path, help="file for the JSON; stdout has the table alone then")
     args = parser.parse_args(argv)
     for name in ("prompt_tokens", "new_tokens", "batch", "threads", "rounds"):
         if getattr(args, name) < (least := 2 if name == "prompt_tokens" else 1):
@@ -131,7 +132,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DynajaxError as error:
         raise SystemExit(f"error: {error}") from error
     print(table(told["rows"]))
-    print(json.dumps(told))
+    if args.out is None:
+        print(json.dumps(told))
+        return
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {args.out}", file=sys.stderr)
 
 
 if __name__ == "__main__":
