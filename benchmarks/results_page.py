@@ -205,11 +205,9 @@ def simulated(run: Run) -> str:
          f"{row['error']:+.0%}".replace("%", " %"))
         for row in run.rows
     ]  # fmt: skip
-    said = (
-        f"{told['points']} decoding speeds; of the quicker quartile the median error is "
-        f"{percent(told['median_error'])}; {told['right_orders']} of {told['known_orders']} orders of policies are right"
-    )
-    return f"{said}\n\n{markdown(heads, rows)}"
+    orders = f"{told['right_orders']} of {told['known_orders']} orders of policies are right"
+    error = f"of the quicker quartile the median error is {percent(told['median_error'])}"
+    return f"{told['points']} decoding speeds; {error}, {orders}.\n\n{markdown(heads, rows)}"
 
 
 @dataclass(frozen=True, slots=True)
