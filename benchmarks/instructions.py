@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from dynajax.benching.children import ROOT
+from dynajax.benching.children import with_root
 from dynajax.benching.machine import machine
 from hostcompute import HostPool
 
@@ -78,8 +77,8 @@ def counted(folder: Path, dtypes: Sequence[str]) -> list[int]:
         "valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out", *told,
         sys.executable, "-m", "benchmarks.instructions", "--counted", str(folder), "--dtypes", *dtypes,
     )  # fmt: skip
-    changed = os.environ | {"HOSTCOMPUTE_ISA": ISA, "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=changed, capture_output=True, text=True, check=False)
+    changed = with_root() | {"HOSTCOMPUTE_ISA": ISA, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=changed, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise Unavailable(
             f"valgrind ended with code {done.returncode}: {(done.stderr.strip() or '?').splitlines()[-1]}"

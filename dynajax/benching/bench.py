@@ -12,7 +12,7 @@ from typing import Any
 
 from dynajax import errors
 from dynajax.benching.bandwidth import Bandwidth
-from dynajax.benching.children import ROOT, Contender
+from dynajax.benching.children import Contender, with_root
 from dynajax.benching.rounds import Round, Task, Tokens, fit_together, measure, row_of
 from dynajax.config import EngineConfig, ModelSpec
 from dynajax.errors import UsageError
@@ -66,16 +66,16 @@ def contenders(wanted: Wanted) -> list[Contender]:
     return found
 
 
-def probed(wanted: Wanted, repeat: int = KERNEL_REPEAT) -> dict[str, Any]:
+def probed(wanted: Wanted) -> dict[str, Any]:
     """Device, kernel and link, measured before any engine is there."""
     config = wanted.config
     asked = {
         "folder": str(wanted.folder), "dtype": config.dtype, "host_dtype": config.host_dtype,
-        "threads": wanted.task.threads, "staging": config.staging, "repeat": repeat,
+        "threads": wanted.task.threads, "staging": config.staging, "repeat": KERNEL_REPEAT,
     }  # fmt: skip
     done = subprocess.run(
-        (sys.executable, "-m", "dynajax.benching.probe"), cwd=ROOT, input=json.dumps(asked), stdout=subprocess.PIPE,
-        text=True, check=False, process_group=0,
+        (sys.executable, "-m", "dynajax.benching.probe"), env=with_root(), input=json.dumps(asked),
+        stdout=subprocess.PIPE, text=True, check=False, process_group=0,
     )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(f"measuring kernel and link ended with code {done.returncode}: its messages are above")
@@ -85,8 +85,8 @@ def probed(wanted: Wanted, repeat: int = KERNEL_REPEAT) -> dict[str, Any]:
     return told
 
 
-def bench(wanted: Wanted, tokens: Tokens, progress: Progress, on_line: Callable[[str], None]) -> dict[str, Any]:
-    """Device, kernel, link, read bandwidth and rows. `progress` may raise; `on_line` gets a line a round."""
+def bench(wanted: Wanted, tokens: Tokens, progress: Progress) -> dict[str, Any]:
+    """Device, kernel, link, read bandwidth and rows. `progress` is told of the stage `bench` and may raise."""
     check(wanted)
     ones = contenders(wanted)
     told = probed(wanted)
@@ -94,8 +94,6 @@ def bench(wanted: Wanted, tokens: Tokens, progress: Progress, on_line: Callable[
     together = told["platform"] == "cpu" and fit_together(ones)
 
     def on_round(turn: int, one: Contender, found: Round) -> None:
-        steps_s = sorted(found["step_s"])
-        on_line(f"round {turn + 1} of {wanted.rounds}  {one.name}: {1e3 * steps_s[len(steps_s) // 2]:.2f} ms a step")
         progress("bench", turn * len(ones) + ones.index(one) + 1, total)
 
     band = Bandwidth(wanted.task.threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from dataclasses import dataclass, field
@@ -12,6 +13,12 @@ from typing import Any, Self
 from dynajax import errors
 
 ROOT = Path(__file__).parents[2]
+
+
+def with_root() -> dict[str, str]:
+    """This environment, in which any Python finds the modules of this one, whatever folder it runs in."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +42,12 @@ class Child:
     def __init__(self, contender: Contender):
         self.contender = contender
         self._process = subprocess.Popen(
-            contender.command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+            contender.command,
+            env=with_root(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
         )  # a group of its own: Ctrl-C is for the parent, which ends its children
         try:
             self.opened = self._ask(contender.settings)

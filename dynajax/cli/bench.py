@@ -12,7 +12,7 @@ from dynajax.cli import device_env
 from dynajax.cli.collecting import check_one_source, windows_from
 from dynajax.cli.generate import watch
 from dynajax.cli.options import EngineFlags, OutputFlags
-from dynajax.cli.output import figure, note, progress, size, table, write_json, write_out
+from dynajax.cli.output import figure, progress, size, table, write_json, write_out
 from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def bench(
         )
         benching.check(wanted)
         tokens = tokens_from(text, ids, folder, spec, task)
-        found = benching.bench(wanted, tokens, step, note)
+        found = benching.bench(wanted, tokens, step)
     told: dict[str, Any] = {**here, "tokens": str(text or ids or default_ids(spec, task)), **found}
     if output.json:
         write_json(told)

@@ -162,6 +162,13 @@ def test_a_round_of_a_child():
     assert len(found["step_s"]) == 3 and min(found["step_s"]) > 0 and found["peak_rss_bytes"] > 2**20
 
 
+def test_a_child_finds_the_modules_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    with Child(echo()) as child:
+        assert child.opened["version"] == "1"
+
+
 def test_a_child_that_is_not_asked_stands_still():
     with Child(echo()) as child:
         stat = Path(f"/proc/{child._process.pid}/stat")
