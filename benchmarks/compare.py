@@ -7,7 +7,8 @@ between the two is the spread. A figure is slower if even the new best is behind
 old best is behind the new median: what one run reaches and the other half of the time is no change. What differs by
 less than --least is none either; counts of instructions have no spread, and for them that is 0.1 %. Plain reading of
 memory is the machine's own speed: it is told, and counts as neither. Memory, CPU time and loading have no spread in
-the files and are not compared.
+the files and are not compared. On a machine that others use two runs of one commit can differ, too (2 of 8 figures of
+a short run did, at a load average of 2.5): repeat what is told, the older commit and the newer one in turn.
 
 One line a change; with --json the last line is an object with all of them. Exit codes: 0 nothing is slower, 1 something
 is, 2 the files cannot be compared (unreadable, of different machines without --any-machine, no row in common).

@@ -87,7 +87,6 @@ def probed(wanted: Wanted) -> dict[str, Any]:
 
 def bench(wanted: Wanted, tokens: Tokens, progress: Progress) -> dict[str, Any]:
     """Device, kernel, link, read bandwidth and rows. `progress` is told of the stage `bench` and may raise."""
-    check(wanted)
     ones = contenders(wanted)
     told = probed(wanted)
     progress("bench", 0, total := wanted.rounds * len(ones))

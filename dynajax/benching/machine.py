@@ -66,6 +66,8 @@ def command() -> str:
 def commit(root: Path = ROOT) -> str:
     """Of the checkout that this file is in; "unknown" where there is none."""
     git = ("git", "-C", str(root))
+    if not (root / ".git").exists():  # installed: the folder may lie in a checkout of something else
+        return "unknown"
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False)

@@ -16,8 +16,9 @@ from dynajax.cli.output import figure, progress, size, table, write_json, write_
 from dynajax.errors import UsageError
 
 if TYPE_CHECKING:
+    from dynajax.benching.bench import Wanted
     from dynajax.benching.rounds import Task, Tokens
-    from dynajax.config import ModelSpec
+    from dynajax.config import EngineConfig, ModelSpec
 
 LEAST_TOPIC_VOCAB = 528  # what topics:N needs
 
@@ -43,7 +44,7 @@ def bench(
     --prompt-tokens and --new-tokens each, the same tokens for all, while the others are halted. The first round of each
     warms up and is not counted; compilation is told apart, and nothing compiled before is used. Give a --vram-budget
     that the model does not fit, else every policy has everything on the device. best and median are over all single
-    steps; of_floor is the share of what reading the weights and the cache once at the best read bandwidth would take.
+    steps; of the floor is how much of the best step it would take to read the weights and the cache once.
     On the CPU backend host memory is the device too: there is no link, and the speeds say nothing about a GPU.
     """
     from dataclasses import replace
@@ -52,14 +53,10 @@ def bench(
         check_one_source(text, ids)
     policies, sparsities = several("--policy", engine.policy), several("--sparsity", engine.sparsity)
     config = replace(engine, policy=policies[0], sparsity=sparsities[0]).config()
-    from dynajax.benching import bench as benching
+    from dynajax.benching.bench import bench as measured
     from dynajax.benching.machine import machine
-    from dynajax.benching.rounds import Task
     from dynajax.benching.rounds import table as rows_table
-    from dynajax.checkpoint import read_spec
-    from dynajax.cli.prompts import default_ctx
     from dynajax.model_folder import model_folder
-    from hostcompute import default_threads
 
     here = machine()  # before this process changes its environment
     device_env.size_pool(config.vram_budget)
@@ -67,24 +64,43 @@ def bench(
     with closing(progress()) as report:
         step = watch(report, context.obj)
         folder = model_folder(engine.model, offline=config.offline, progress=step)
-        spec = read_spec(folder)
-        threads = config.threads or default_threads()
-        task = Task(
-            model=engine.model, prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch=config.batch, threads=threads
-        )
-        ctx = config.ctx or default_ctx(prompt_tokens, new_tokens, spec.max_positions)
-        config = replace(config, ctx=ctx, threads=threads)
-        wanted = benching.Wanted(
-            task=task, folder=folder, spec=spec, config=config, sparsities=sparsities, policies=policies, rounds=repeat
-        )
-        benching.check(wanted)
-        tokens = tokens_from(text, ids, folder, spec, task)
-        found = benching.bench(wanted, tokens, step)
+        lengths = (prompt_tokens, new_tokens)
+        wanted = wanted_of(engine.model, folder, config, lengths, (sparsities, policies), repeat)
+        task, spec = wanted.task, wanted.spec
+        found = measured(wanted, tokens_from(text, ids, folder, spec, task), step)
     told: dict[str, Any] = {**here, "tokens": str(text or ids or default_ids(spec, task)), **found}
     if output.json:
         write_json(told)
         return
     write_out(head_of(told) + "\n\n" + rows_table(told["rows"]) + "\n")
+
+
+def wanted_of(
+    model: str,
+    folder: Path,
+    config: EngineConfig,
+    lengths: tuple[int, int],  # of prompts, of what follows
+    pairs: tuple[list[str], list[str]],  # sparsities, policies
+    rounds: int,
+) -> Wanted:
+    """What to measure, with threads and context filled in. UsageError: it cannot be."""
+    from dataclasses import replace
+
+    from dynajax.benching.bench import Wanted, check
+    from dynajax.benching.rounds import Task
+    from dynajax.checkpoint import read_spec
+    from dynajax.cli.prompts import default_ctx
+    from hostcompute import default_threads
+
+    spec, threads = read_spec(folder), config.threads or default_threads()
+    ctx = config.ctx or default_ctx(*lengths, spec.max_positions)
+    task = Task(model=model, prompt_tokens=lengths[0], new_tokens=lengths[1], batch=config.batch, threads=threads)
+    wanted = Wanted(
+        task=task, folder=folder, spec=spec, config=replace(config, ctx=ctx, threads=threads), sparsities=pairs[0],
+        policies=pairs[1], rounds=rounds,
+    )  # fmt: skip
+    check(wanted)
+    return wanted
 
 
 def several(flag: str, value: str) -> list[str]:

@@ -56,6 +56,8 @@ def test_a_changed_tree_is_told(tmp_path):
     assert commit(tmp_path) == first and "+" not in first
     (tmp_path / "file").write_text("two")
     assert commit(tmp_path) == f"{first}+changes"
+    (tmp_path / "below").mkdir()
+    assert commit(tmp_path / "below") == "unknown", "what is installed there is another project's"
 
 
 def test_the_machine_is_told():
