@@ -15,7 +15,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 STAMP := $(VENV)/.installed-$(or $(VERSION),none)
 SOURCES := pyproject.toml setup.py $(wildcard hostcompute/*src/*.cpp hostcompute/*src/*.h)
 
-.PHONY: demo test lint build bench-deps clean help
+.PHONY: demo test lint build bench-deps bench clean help
 .DEFAULT_GOAL := help
 
 demo: build  ## generate text from the shipped model, with a device budget it does not fit
@@ -64,6 +64,43 @@ bench-deps: build  ## build llama-cpp-python for this machine into .venv, to com
 	@CMAKE_ARGS=-DGGML_NATIVE=ON CMAKE_BUILD_PARALLEL_LEVEL=$(WORKERS) $(PIP) --no-binary llama-cpp-python 'llama-cpp-python>=0.3' || { \
 		echo "error: llama-cpp-python was not installed: the last lines of pip above say why (no network, no compiler)" >&2; exit 2; }
 	@$(BIN)/python -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__)'
+
+# What `make bench` compares, and with what. The checkpoint is 2.2 GB, the files for llama.cpp are 4 GB more.
+BENCH_SHAPE ?= 1.1b
+BENCH_TYPES ?= F16 Q8_0 Q4_0
+BENCH_ARGS ?= --rounds 5 --new-tokens 32
+LLAMA_PYTHON ?= $(BIN)/python
+SYNTH := runs/synth-$(BENCH_SHAPE)
+SMALL := smollm2-135m
+LLAMA := $(foreach type,$(BENCH_TYPES),llama.cpp:$(type))
+SIDE_BY_SIDE := OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.side_by_side --llama-python $(LLAMA_PYTHON) $(BENCH_ARGS)
+
+bench: build bench-check bench-files  ## compare with llama.cpp on a synthetic ReLU model of 1.1B and on smollm2-135m, after bench-deps
+	$(SIDE_BY_SIDE) --model $(SYNTH) --gguf '$(SYNTH)-{}.gguf' --out runs/side_by_side-synth-$(BENCH_SHAPE).json \
+		--engines dynajax:dense:float16 dynajax:exact:float16 dynajax:exact:int8 dynajax:exact:int4 $(LLAMA)
+	$(SIDE_BY_SIDE) --model $(SMALL) --gguf 'runs/$(SMALL)-{}.gguf' --out runs/side_by_side-$(SMALL).json \
+		--engines dynajax:dense:float16 dynajax:dense:int8 dynajax:dense:int4 $(LLAMA)
+
+.PHONY: bench-check bench-files bench-small
+bench-files: $(BENCH_TYPES:%=$(SYNTH)-%.gguf) $(BENCH_TYPES:%=runs/$(SMALL)-%.gguf)  # what is there is not made again
+
+bench-check:
+	@$(LLAMA_PYTHON) -c 'import llama_cpp' 2>/dev/null || { \
+		echo "error: $(LLAMA_PYTHON) has no llama_cpp: run make bench-deps before" >&2; exit 2; }
+
+bench-small: | build
+	$(BIN)/python scripts/fetch_model.py $(SMALL)
+
+$(SYNTH)/config.json: | build
+	rm -rf $(SYNTH).part
+	$(BIN)/python -m benchmarks.make_checkpoint $(SYNTH).part --shape $(BENCH_SHAPE)
+	mv $(SYNTH).part $(SYNTH)
+
+$(SYNTH)-%.gguf: | $(SYNTH)/config.json
+	$(BIN)/python -m benchmarks.to_gguf $(SYNTH) $@ --type $* --speed-only
+
+runs/$(SMALL)-%.gguf: | bench-small
+	$(BIN)/python -m benchmarks.to_gguf $(SMALL) $@ --type $*
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis hostcompute/_native*.so hostcompute/_ffi*.so

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from benchmarks.bandwidth import machine
+from dynajax.benching.machine import machine
 from dynajax.policy.experts.assign import ASSIGN
 from dynajax.policy.experts.config import ExpertConfig
 from dynajax.policy.experts.planner import ExpertPlanner

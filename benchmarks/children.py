@@ -1,86 +1,78 @@
-"""Engines in processes of their own, for `benchmarks.side_by_side`: what to start, and how to talk to it."""
+"""What the names of `benchmarks.side_by_side` stand for: which process to start, and what to tell it."""
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 import gguf
 
 from benchmarks.to_gguf import TYPES
+from dynajax.benching.children import Contender
+from dynajax.benching.rounds import Task
 from dynajax.budget import dense_bytes, kv_bytes, unit_bytes
-from dynajax.config import EngineConfig, ModelSpec
+from dynajax.config import EngineConfig, ModelSpec, parse_budget
 from dynajax.config.model import DTypeName
 from dynajax.errors import UsageError
 
-ROOT = Path(__file__).parents[1]
-FORMS = "dynajax:SPARSITY:DTYPE[:POLICY], llama.cpp:F16|Q8_0|Q4_0 or transformers:DTYPE"
+FORMS = (
+    "dynajax:SPARSITY:DTYPE[:POLICY], llama.cpp:F16|Q8_0|Q4_0, transformers:DTYPE, accelerate:DTYPE or powerinfer:NAME"
+)
+POWERINFER_NOTE = "fed text that its tokenizer makes tokens of, answers not compared; times as it prints them, means"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """One row of the comparison: how its process is started, and what is known of it before."""
-
-    name: str
-    engine: str  # dynajax, llama.cpp or transformers
-    command: tuple[str, ...]
-    settings: dict[str, Any]  # the first line it is told
-    file_bytes: int  # of its weights, roughly what it holds in memory
-    row: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class Setup(Task):
     """What all contenders share."""
 
-    model: str
     folder: Path
     spec: ModelSpec
-    prompt_tokens: int
-    new_tokens: int
-    batch: int
-    threads: int
+    budget: str  # of device memory, for who can keep to one
     gguf_files: str  # a pattern with {} for the type
     llama_python: str
+    torch_python: str
+    powerinfer: str  # a finished binary
+    scratch: Path  # a folder for what is kept on disk meanwhile
     predictor: str
     constants: tuple[str, ...]  # --set of the engine
-
-    @property
-    def ctx(self) -> int:
-        """Tokens of a row in the end."""
-        return self.prompt_tokens + self.new_tokens
 
     def cache_bytes(self, dtype: str) -> int:
         """Keys and values that a step reads, half way through the new tokens."""
         return kv_bytes(self.spec, dtype, self.prompt_tokens + self.new_tokens // 2, self.batch)
+
+    def weight_bytes(self, dtype: str) -> int:
+        """All weights that a token meets where nothing is skipped."""
+        return dense_bytes(self.spec, dtype) + self.spec.layers * self.spec.units * unit_bytes(self.spec, dtype)
 
     @property
     def folder_bytes(self) -> int:
         """Of the weights as they are stored."""
         return sum(path.stat().st_size for path in self.folder.glob("model*.safetensors"))
 
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget, if it is a size."""
+        found = parse_budget(self.budget)
+        return found if isinstance(found, int) else None
+
 
 def contender(name: str, setup: Setup) -> Contender:
     """What a name such as dynajax:exact:float16:none or llama.cpp:Q4_0 stands for. UsageError: nothing."""
-    (engine, *words), spec = name.split(":"), setup.spec
+    engine, *words = name.split(":")
     if engine == "dynajax" and 2 <= len(words) <= 3:
         return _ours(name, words, setup)
-    if engine == "llama.cpp" and len(words) == 1 and words[0] in TYPES:
-        return _llama(name, words[0], setup)
-    if engine == "transformers" and len(words) == 1 and words[0] in get_args(DTypeName):
-        settings = {"model": str(setup.folder), "dtype": words[0], "threads": setup.threads}
-        weights = dense_bytes(spec, words[0]) + spec.layers * spec.units * unit_bytes(spec, words[0])
-        command = (sys.executable, "-m", "benchmarks.engines.eager")
-        return Contender(
-            name=name, engine=engine, command=command, settings=settings, file_bytes=setup.folder_bytes,
-            row={"sparsity": "dense", "dtype": words[0], "floor_bytes": weights + setup.cache_bytes(words[0])},
-        )  # fmt: skip
+    kinds: dict[str, tuple[Sequence[str], Callable[[str, str, Setup], Contender]]] = {
+        "llama.cpp": (TYPES, _llama),
+        "transformers": (get_args(DTypeName), _torch),
+        "accelerate": (get_args(DTypeName), _torch),
+        "powerinfer": (words, _powerinfer),
+    }
+    allowed, make = kinds.get(engine, ((), _torch))
+    if len(words) == 1 and words[0] in allowed:
+        return make(name, words[0], setup)
     raise UsageError(f"--engines takes {FORMS}; got {name!r}")
 
 
@@ -88,20 +80,20 @@ def _ours(name: str, words: Sequence[str], setup: Setup) -> Contender:
     sparsity, dtype, policy = [*words, "auto"][:3]
     settings: dict[str, Any] = {
         "sparsity": sparsity, "dtype": dtype, "policy": policy, "ctx": setup.ctx, "batch": setup.batch,
-        "threads": setup.threads, "offline": True,
+        "threads": setup.threads, "offline": True, "vram_budget": setup.budget,
     }  # fmt: skip
     if sparsity == "predicted":
         settings |= {"predictor": setup.predictor, "set": list(setup.constants)}
     EngineConfig(**settings)  # refused before anything is started
-    command = (sys.executable, "-m", "benchmarks.engines.ours")
     return Contender(
-        name=name, engine="dynajax", command=command, settings={"model": setup.model, **settings},
+        name=name, engine="dynajax", command=(sys.executable, "-m", "dynajax.benching.session"),
+        settings={"model": setup.model, **settings}, row={"budget": setup.budget},
         file_bytes=setup.folder_bytes * (2 if dtype in ("auto", "float32") else 1),
     )  # fmt: skip
 
 
 def _llama(name: str, kind: str, setup: Setup) -> Contender:
-    file = Path(setup.gguf_files.format(kind))
+    file = _gguf_file(kind, setup)
     if not file.is_file():
         raise UsageError(f"no {file}: python -m benchmarks.to_gguf {setup.model} {file} --type {kind}")
     tensors = gguf.GGUFReader(file).tensors
@@ -114,45 +106,43 @@ def _llama(name: str, kind: str, setup: Setup) -> Contender:
     )  # fmt: skip
 
 
-class Child:
-    """A contender's process; stopped (SIGSTOP) whenever nobody waits for it, so that it disturbs no other."""
+def _torch(name: str, dtype: str, setup: Setup) -> Contender:
+    """transformers as it is, or with accelerate to keep to the budget."""
+    engine = name.split(":")[0]
+    settings: dict[str, Any] = {"model": str(setup.folder), "dtype": dtype, "threads": setup.threads}
+    if engine == "accelerate":
+        if setup.budget_bytes is None:
+            raise UsageError("accelerate moves weights to keep to a budget: give a size, --vram-budget 1GiB")
+        settings |= {"budget_bytes": setup.budget_bytes, "offload_folder": str(setup.scratch / dtype)}
+    row = {
+        "sparsity": "dense", "dtype": dtype, "floor_bytes": setup.weight_bytes(dtype) + setup.cache_bytes(dtype),
+        "budget": setup.budget if engine == "accelerate" else None,
+    }  # fmt: skip
+    return Contender(
+        name=name, engine=engine, command=(setup.torch_python, "-m", "benchmarks.engines.eager"), settings=settings,
+        file_bytes=max(setup.folder_bytes, setup.weight_bytes(dtype)), row=row,
+    )  # fmt: skip
 
-    def __init__(self, contender: Contender):
-        self.contender = contender
-        self._process = subprocess.Popen(
-            contender.command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            self.opened = self._ask(contender.settings)
-        except BaseException:
-            self.close()
-            raise
 
-    def round(self, prompts: list[list[int]], following: list[list[int]]) -> dict[str, Any]:
-        """One round of `worker.run_round`."""
-        self._process.send_signal(signal.SIGCONT)
-        return self._ask({"prompts": prompts, "following": following})
+def _powerinfer(name: str, kind: str, setup: Setup) -> Contender:
+    file = _gguf_file(kind, setup)
+    if not setup.powerinfer:
+        raise UsageError("powerinfer needs --powerinfer PATH, its finished binary (build/bin/main)")
+    for path in (Path(setup.powerinfer), file):
+        if not path.is_file():
+            raise UsageError(f"no {path}: --powerinfer is its binary, --gguf with {kind!r} in place of {{}} its model")
+    if setup.batch != 1:
+        raise UsageError(f"powerinfer runs one sequence, got --batch {setup.batch}: leave it out of --engines")
+    settings: dict[str, Any] = {
+        "binary": setup.powerinfer, "model": str(file), "ctx": setup.ctx, "threads": setup.threads,
+        "budget_bytes": setup.budget_bytes,
+    }  # fmt: skip
+    return Contender(
+        name=name, engine="powerinfer", command=(sys.executable, "-m", "benchmarks.engines.powerinfer"),
+        settings=settings, file_bytes=file.stat().st_size,
+        row={"sparsity": "predicted", "dtype": kind, "budget": setup.budget, "note": POWERINFER_NOTE},
+    )  # fmt: skip
 
-    def _ask(self, line: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(line) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"{self.contender.name} ended with code {self._process.wait()}: its messages are above")
-        self._process.send_signal(signal.SIGSTOP)
-        return json.loads(answer)
 
-    def close(self) -> None:
-        """End the process, whatever it does."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+def _gguf_file(kind: str, setup: Setup) -> Path:
+    return Path(setup.gguf_files.format(kind))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bandwidth import machine
+from dynajax.benching.machine import machine
 from dynajax.policy.experts.bounds import Bound, ceiling, lru_on_demand, min_bypass, weighted_bypass
 from dynajax.policy.experts.config import ExpertConfig
 from dynajax.policy.experts.planner import ExpertPlanner

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bandwidth import machine
 from dynajax import staging
+from dynajax.benching.machine import machine
 from dynajax.budget import unit_bytes
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for

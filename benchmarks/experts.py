@@ -14,8 +14,9 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from benchmarks.bandwidth import chunks, machine, read_buffer, seconds, summary
-from benchmarks.kernel import aligned_empty
+from dynajax.benching.bandwidth import chunks, read_buffer, seconds, summary
+from dynajax.benching.machine import machine
+from dynajax.bundles import allocate_arena
 from hostcompute import HostPool, default_threads, ffn_reference
 from hostcompute.dense import LIBRARIES, unavailable
 
@@ -35,7 +36,7 @@ def shape_of(text: str) -> tuple[int, int]:
 def make_layer(dtype: str, experts: int, width: int, rows: int) -> np.ndarray:
     """[E,P,W,D] of equal experts, because drawing them takes longer than computing them."""
     drawn = np.random.default_rng(0).standard_normal((PARTS, rows, width), np.float32) * np.float32(width**-0.5)
-    layer = aligned_empty((experts, PARTS, rows, width), DTYPES[dtype])
+    layer = allocate_arena((experts, PARTS, rows, width), DTYPES[dtype])
     layer[:] = drawn
     return layer
 

@@ -21,8 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bandwidth import machine
 from benchmarks.gpu_stages.isolated import Outcome, run_isolated
+from dynajax.benching.machine import machine
 
 LIMITS_S = {  # in the order in which they run: what the others rest on first, the long ones last
     "memory_kinds": 60,

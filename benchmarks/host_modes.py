@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.bandwidth import chunks, machine, read_buffer, seconds, summary
+from dynajax.benching.bandwidth import chunks, read_buffer, seconds, summary
+from dynajax.benching.machine import machine
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
 from dynajax.engine.opening import Parts, open_parts

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.bandwidth import machine, seconds
+from dynajax.benching.bandwidth import seconds
+from dynajax.benching.machine import machine
 from dynajax.config import EngineConfig, ModelSpec
 from dynajax.engine.opening import Parts, open_parts
 from dynajax.testing import make_checkpoint

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.bandwidth import chunks, last_level_cache_bytes, machine, read_buffer, seconds, summary
+from dynajax.benching.bandwidth import chunks, read_buffer, seconds, summary
+from dynajax.benching.machine import last_level_cache_bytes, machine
 from dynajax.config import GROUP
 from dynajax.quant import BITS
 from hostcompute import HostPool, default_threads, ffi

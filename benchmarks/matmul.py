@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.bandwidth import chunks, last_level_cache_bytes, machine, read_buffer, seconds, summary
+from dynajax.benching.bandwidth import chunks, read_buffer, seconds, summary
+from dynajax.benching.machine import last_level_cache_bytes, machine
 from dynajax.ops.linear import contract
 from hostcompute import HostPool, default_threads
 

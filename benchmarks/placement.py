@@ -23,10 +23,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.bandwidth import machine
 from benchmarks.placement_replay import COSTS_13B, bound, place, replay
 from benchmarks.placement_table import SMOLLM2, Case, cases, claims, page
 from benchmarks.placement_trace import Trace, documents, made_up, record
+from dynajax.benching.machine import machine
 from dynajax.checkpoint import read_spec, resolve_model
 from dynajax.config import NeuronPolicy, PolicyConfig, policy_from_settings
 from dynajax.errors import ModelError, UsageError

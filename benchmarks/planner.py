@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.bandwidth import machine
+from dynajax.benching.machine import machine
 from dynajax.config import PolicyConfig
 from dynajax.plan import Placement
 from dynajax.policy.costs import Costs

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.bandwidth import machine
 from benchmarks.layers import layers_of
+from dynajax.benching.machine import machine
 from dynajax.checkpoint import Checkpoint
 from dynajax.models.decoder import Decoder
 from dynajax.testing import load_decoder

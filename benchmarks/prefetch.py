@@ -30,8 +30,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.bandwidth import machine
 from benchmarks.expert_cache import COSTS, DENSE_S
+from dynajax.benching.machine import machine
 from dynajax.checkpoint import Checkpoint
 from dynajax.collecting import read_texts
 from dynajax.config import EngineConfig

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bandwidth import machine
+from dynajax.benching.machine import machine
 from dynajax.config import NeuronPolicy
 from dynajax.errors import ModelError
 from dynajax.profiling import FULL, profile_machine

@@ -108,6 +108,11 @@ TABLE = {
         "jax numpy",
     ),
     "cli.profiling": row("profiling sim checkpoint", "typer"),
+    "benching": row(
+        "bundles budget checkpoint config engine hostcompute policy predictors profiling", "jax numpy ml_dtypes"
+    ),
+    "benching.worker": row("", "numpy"),  # runs in the Python of other engines
+    "cli.bench": row("benching checkpoint config hostcompute model_folder", "typer"),
     "hostcompute": row("", "numpy"),
     "hostcompute.callback": row("hostcompute", "jax numpy"),
     "hostcompute.ffi": row("hostcompute", "jax numpy"),

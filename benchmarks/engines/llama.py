@@ -1,19 +1,22 @@
 """llama.cpp as a child of `benchmarks.side_by_side`: the C interface of llama-cpp-python, without its Python sampling.
 
-Needs llama_cpp and NumPy, nothing of this project beside `worker`. `make bench-deps` builds it for this machine.
+Needs llama_cpp and NumPy, nothing of this project beside `dynajax.benching.worker`. `make bench-deps` builds it for
+this machine.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from typing import Any
 
 import numpy as np
 
-from benchmarks.engines.worker import Logits, Opened, PlainSession, serve
+from dynajax.benching.worker import Logits, Opened, PlainSession, serve
 
 CTX_STEP = 256  # llama.cpp rounds the cache to this
+ERROR = 4  # of GGML_LOG_LEVEL
 
 
 class LlamaSession(PlainSession):
@@ -21,6 +24,8 @@ class LlamaSession(PlainSession):
 
     def __init__(self, llama: Any, settings: dict[str, Any]):
         self._llama, self._batch, self._position = llama, settings["batch"], 0
+        self._logged = llama.llama_log_callback(_log)  # kept, or the library would call what is gone
+        llama.llama_log_set(self._logged, None)
         model_params = llama.llama_model_default_params()
         model_params.n_gpu_layers = 0
         self._model = llama.llama_model_load_from_file(settings["model"].encode(), model_params)
@@ -56,6 +61,12 @@ class LlamaSession(PlainSession):
         self._position += len(rows[0])
         pointers = (self._llama.llama_get_logits_ith(self._context, end) for end in ends)
         return np.stack([np.ctypeslib.as_array(pointer, (self._vocab,)) for pointer in pointers])
+
+
+def _log(level: int, text: bytes, _: Any) -> None:
+    """Errors only: of every model there are hundreds of lines."""
+    if level == ERROR:
+        sys.stderr.write(text.decode(errors="replace"))
 
 
 def open_session(settings: dict[str, Any]) -> Opened:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import dynajax
+from dynajax.cli.bench import bench
 from dynajax.cli.collecting import collect_stats
 from dynajax.cli.convert import convert
 from dynajax.cli.evaluate import evaluate
@@ -28,6 +29,7 @@ VERBS = {
     "collect-stats": collect_stats,
     "train-predictors": train_predictors,
     "evaluate": evaluate,
+    "bench": bench,
     "simulate": simulate,
     "plot-residency": plot_residency,
     "profile-machine": profile_machine,

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from benchmarks import make_checkpoint, side_by_side
-from benchmarks.children import Child, Contender, Setup, contender
-from benchmarks.engines import ours
-from benchmarks.engines.worker import run_round
-from benchmarks.side_by_side import ROW_KEYS, measure, row_of, tokens_of
+from benchmarks.children import Setup, contender
+from benchmarks.side_by_side import tokens_of
 from benchmarks.to_gguf import convert
+from dynajax.benching import rounds as benching
+from dynajax.benching import session as ours
+from dynajax.benching.children import Child, Contender
+from dynajax.benching.rounds import ROW_KEYS, fit_together, measure, row_of
+from dynajax.benching.worker import run_round
 from dynajax.errors import UsageError
 
 ECHO = """
-from benchmarks.engines.worker import Opened, serve
+from dynajax.benching.worker import Opened, serve
 import numpy as np
 
 class Session:
@@ -56,8 +59,12 @@ def setup(folder):
         new_tokens=4,
         batch=2,
         threads=1,
+        budget="auto",
         gguf_files=str(folder / "{}.gguf"),
         llama_python=sys.executable,
+        torch_python=sys.executable,
+        powerinfer="",
+        scratch=folder / "scratch",
         predictor="gate",
         constants=(),
     )
@@ -105,6 +112,10 @@ def test_names_become_processes(setup, folder):
         ("dynajax:dense:float16:none:more", "takes dynajax"),
         ("llama.cpp:Q5_K", "takes dynajax"),
         ("transformers:int3", "takes dynajax"),
+        ("accelerate:F16", "takes dynajax"),
+        ("accelerate:float32", "give a size, --vram-budget 1GiB"),
+        ("powerinfer", "takes dynajax"),
+        ("powerinfer:F16", "powerinfer needs --powerinfer PATH"),
         ("dynajax:some:float16", "--sparsity"),
         ("dynajax:dense:float17", "--dtype"),
         ("llama.cpp:Q8_0", "python -m benchmarks.to_gguf"),
@@ -113,6 +124,23 @@ def test_names_become_processes(setup, folder):
 def test_names_that_mean_nothing(setup, name, words):
     with pytest.raises(UsageError, match=words):
         contender(name, setup)
+
+
+def test_who_can_keeps_to_the_budget(setup, tmp_path):
+    budget = replace(setup, budget="3MiB", powerinfer=str(tmp_path / "main"), gguf_files=str(tmp_path / "{}.gguf"))
+    assert contender("dynajax:dense:float32", budget).settings["vram_budget"] == "3MiB"
+    moved = contender("accelerate:float32", budget)
+    assert moved.settings["budget_bytes"] == 3 * 2**20 and moved.row["budget"] == "3MiB"
+    assert moved.settings["offload_folder"] == str(budget.scratch / "float32")
+    assert contender("transformers:float32", budget).row["budget"] is None
+    with pytest.raises(UsageError, match=f"no {tmp_path}/main"):
+        contender("powerinfer:q4", replace(budget, batch=1))
+    for name in ("main", "q4.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    rival = contender("powerinfer:q4", replace(budget, batch=1))
+    assert rival.settings["budget_bytes"] == 3 * 2**20 and "tokenizer" in rival.row["note"]
+    with pytest.raises(UsageError, match="powerinfer runs one sequence, got --batch 2"):
+        contender("powerinfer:q4", budget)
 
 
 def test_tokens_are_the_same_for_all(setup):
@@ -134,6 +162,13 @@ def test_a_round_of_a_child():
     assert len(found["step_s"]) == 3 and min(found["step_s"]) > 0 and found["peak_rss_bytes"] > 2**20
 
 
+def test_a_child_finds_the_modules_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    with Child(echo()) as child:
+        assert child.opened["version"] == "1"
+
+
 def test_a_child_that_is_not_asked_stands_still():
     with Child(echo()) as child:
         stat = Path(f"/proc/{child._process.pid}/stat")
@@ -149,18 +184,27 @@ def test_a_child_that_fails_is_named():
         child.round([[1000]], [])
 
 
-@pytest.mark.parametrize("free", [0, 2**40])
-def test_engines_take_turns(monkeypatch, free):
-    monkeypatch.setattr(side_by_side, "free_bytes", lambda: free)
+def test_an_engine_that_refuses_says_why_in_one_line(folder, capsys):
+    argv = ["--model", str(folder), "--engines", "dynajax:dense:float32", "--vram-budget", "1KiB"]
+    with pytest.raises(SystemExit, match="^error: dynajax:dense:float32: the part that must be on the device needs"):
+        side_by_side.main(argv)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_engines_take_turns(monkeypatch, together):
+    monkeypatch.setattr(benching, "free_bytes", lambda: 2**30 if together else 0)
     ones = [replace(echo(), name=name, file_bytes=2**20) for name in ("a", "b")]
-    found = measure(ones, ([[1, 2]], [[3]]), 2, Band())
+    assert fit_together(ones) == together
+    told = []
+    on_round = lambda turn, one, found: told.append((turn, one.name))  # noqa: E731
+    found = measure(ones, ([[1, 2]], [[3]]), 2, Band(), on_round, together=together)
     assert [len(found[name]) for name in ("a", "b")] == [2, 2]
+    assert told == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
 
 
-def test_what_compiles_while_it_is_measured_is_refused(monkeypatch):
-    monkeypatch.setattr(side_by_side, "free_bytes", lambda: 2**40)
+def test_what_compiles_while_it_is_measured_is_refused():
     with pytest.raises(RuntimeError, match="echo compiled in a counted round"):
-        measure([echo(compiles=1.0)], ([[1]], [[2]]), 1, Band())
+        measure([echo(compiles=1.0)], ([[1]], [[2]]), 1, Band(), lambda *_: None, together=True)
 
 
 # --- rows ---

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks import to_gguf
-from benchmarks.engines import llama, ours
+from benchmarks.engines import llama
 from benchmarks.to_gguf import convert, paired
+from dynajax.benching import session as ours
 from dynajax.checkpoint import Checkpoint, resolve_model
 from dynajax.config import Activation, ModelSpec, Rope
 from dynajax.errors import DynajaxError, UsageError

@@ -28,7 +28,16 @@ def test_help_of_a_script_lists_its_flags(verb):
     assert done.stdout.startswith(f"Usage: {SCRIPTS[verb]} [OPTIONS]")
     assert "--json" in done.stdout
     assert "Exit codes: 0 ok" in done.stdout
-    takes_a_model = verb in ("generate", "plan", "verify", "collect-stats", "train-predictors", "evaluate", "simulate")
+    takes_a_model = verb in (
+        "generate",
+        "plan",
+        "verify",
+        "collect-stats",
+        "train-predictors",
+        "evaluate",
+        "simulate",
+        "bench",
+    )
     for field in fields(EngineFlags) if takes_a_model else ():
         assert f"--{field.name.replace('_', '-')} " in done.stdout
     assert ("--vram-budget" in done.stdout) == takes_a_model
@@ -44,6 +53,7 @@ def test_help_of_a_script_lists_its_flags(verb):
         ("collect-stats", "-h"),
         ("train-predictors", "-h"),
         ("simulate", "-h"),
+        ("bench", "-h"),
         ("--version",),
     ],
 )

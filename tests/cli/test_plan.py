@@ -126,7 +126,7 @@ def test_what_a_machine_cannot_do_is_refused(command, model):
     assert command(*argv, "0.01", "--json").json("plan")["budget_bytes"] == int(0.01 * 23 * 2**30)
 
 
-@pytest.mark.parametrize("schema", ["plan", "generate"])
+@pytest.mark.parametrize("schema", ["plan", "generate", "bench"])
 def test_schemas_refuse_what_they_do_not_know(schema):
     rules = json.loads((ROOT / "docs" / "schemas" / f"{schema}.json").read_text())
 

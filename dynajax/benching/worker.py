@@ -3,6 +3,7 @@
 The first line are settings; the answer says how long loading took. Each further line is a round: the prompts [B, T]
 and the tokens that follow [N, B], given and not chosen, so that all engines compute the same positions with the same
 tokens. The answer has the seconds of the prompts and of every step, CPU seconds, and what the engine would have chosen.
+An engine that refuses to open (DynajaxError) answers with `error` and its `kind`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from dynajax.errors import DynajaxError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Logits = npt.NDArray[np.floating]  # [B, V]
@@ -68,7 +71,7 @@ class PlainSession(ABC):
 class Opened:
     """A session, how long it took to open, and how it is described in a row of the results."""
 
-    session: Session
+    session: Any  # a Session, or what the `run` of `serve` takes
     load_s: float
     row: dict[str, Any] = field(default_factory=dict)
 
@@ -101,8 +104,8 @@ def run_round(session: Session, prompts: list[list[int]], following: list[list[i
     }
 
 
-def serve(open_session: Callable[[dict[str, Any]], Opened]) -> None:
-    """Open the engine that the first line asks for and run rounds until stdin ends.
+def serve(open_session: Callable[[dict[str, Any]], Opened], run: Callable[..., dict[str, Any]] = run_round) -> None:
+    """Open the engine that the first line asks for and run rounds until stdin ends; `run` takes what `run_round` does.
 
     Whatever a library prints goes to stderr: stdout is for answers.
     """
@@ -114,8 +117,12 @@ def serve(open_session: Callable[[dict[str, Any]], Opened]) -> None:
         answers.write(json.dumps(told) + "\n")
         answers.flush()
 
-    opened = open_session(json.loads(sys.stdin.readline()))
+    try:
+        opened = open_session(json.loads(sys.stdin.readline()))
+    except DynajaxError as error:
+        answer({"error": str(error), "kind": type(error).__name__})
+        return
     answer({"load_s": opened.load_s, "peak_rss_bytes": peak_rss_bytes(), **opened.row})
     for line in sys.stdin:
         task = json.loads(line)
-        answer(run_round(opened.session, task["prompts"], task["following"]))
+        answer(run(opened.session, task["prompts"], task["following"]))

@@ -1,13 +1,14 @@
-"""This project's engine as a child of `benchmarks.side_by_side`."""
+"""The engine as a child process that runs rounds."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
-from benchmarks.engines.worker import Logits, Opened, serve
+from dynajax.benching.worker import Logits, Opened, serve
 from dynajax.budget import dense_bytes, kv_bytes, unit_bytes
 from dynajax.config import EngineConfig
 from dynajax.engine.figures import units_of
@@ -46,25 +47,34 @@ class OwnSession:
             "compile_s": self._parts.prepared.programs.compile_s,
             "hot_share": units.hot_share,
             "floor_bytes": self._floor_bytes(units.density),
+            "density": units.density,
+            "migrated_bytes": units.migrated_bytes,
+            "policy": self._parts.policy,
+            "memory": self._parts.memory_figures(),
         }
 
     def _floor_bytes(self, density: float | None) -> float | None:
         """Dense part, keys and values, and of the units what their kind of skipping must read.
 
         dense: all. exact: every first part, the others of live units. predicted: the units that were let through, and
-        the predictors. None where that is not known: with several rows, which share what they read.
+        the predictors. Experts: those that a token goes to. None where that is not known: with several rows, which
+        share what they read, and on a device with a memory of its own, for which no bandwidth is measured.
         """
         parts = self._parts
         prepared, batch = parts.prepared, parts.config.batch
         spec, shapes, sparsity = prepared.spec, prepared.programs.shapes, prepared.strategy.sparsity
-        resident, total = sum(parts.pool.slots), spec.layers * spec.units
+        resident, total = sum(parts.pool.slots), len(spec.unit_layers) * spec.units
         whole = resident * unit_bytes(spec, shapes.dtype) + (total - resident) * unit_bytes(spec, prepared.host_dtype)
         cached = kv_bytes(spec, shapes.kv_type.name, (self._begin + self._position) // 2, batch)
         fixed = dense_bytes(spec, shapes.dtype) + cached
-        if sparsity == "dense":
+        if jax.default_backend() != "cpu":
+            return None
+        if sparsity == "dense" and spec.experts is None:
             return fixed + whole
         if density is None or batch > 1:
             return None
+        if spec.experts is not None:
+            return fixed + whole * density
         if sparsity == "exact":
             return fixed + whole * (1 + (spec.ffn_parts - 1) * density) / spec.ffn_parts
         return fixed + whole * density + prepared.prediction.read_bytes(spec)
