@@ -37,26 +37,26 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
 
 def packed(units: np.ndarray, bits: int) -> np.ndarray:
     """The bundle uint8 [n,P,1,groups,bytes] of a float32 one."""
-    copy = quantise(units.reshape(-1, WIDTH), bits)  # which keeps the signs
+    copy = quantise(units.reshape(-1, units.shape[-1]), bits)  # which keeps the signs
     rows = np.concatenate([copy.codes, copy.scales.view(np.uint8)], axis=1)
     return rows.reshape(*units.shape[:3], copy.scales.shape[1], -1)
 
 
-def make_arena(dtype: str, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def make_arena(dtype: str, x: np.ndarray, rng: np.random.Generator, neurons: int = NEURONS) -> np.ndarray:
     """[n,P,1,D], or packed, whose gates are all positive for x."""
-    units = rng.standard_normal((TILE, PARTS, 1, WIDTH)).astype(np.float32)
+    units = rng.standard_normal((TILE, PARTS, 1, x.shape[1])).astype(np.float32)
     units[:, 0] = np.abs(units[:, 0]) * np.sign(x)
     kind = DTYPES[dtype]
     units = packed(units, kind) if isinstance(kind, int) else units.astype(kind)
-    arena = aligned_empty((NEURONS, *units.shape[1:]), units.dtype)
-    for at in range(0, NEURONS, TILE):
-        arena[at : at + TILE] = units[: NEURONS - at]
+    arena = aligned_empty((neurons, *units.shape[1:]), units.dtype)
+    for at in range(0, neurons, TILE):
+        arena[at : at + TILE] = units[: neurons - at]
     return arena
 
 
-def row_sets(rng: np.random.Generator) -> list[np.ndarray]:
+def row_sets(rng: np.random.Generator, neurons: int = NEURONS) -> list[np.ndarray]:
     """Disjoint random tenths of the neurons, each sorted, as a planner hands them over."""
-    order = rng.permutation(NEURONS).astype(np.int32)
+    order = rng.permutation(neurons).astype(np.int32)
     return [np.sort(part) for part in np.array_split(order, SETS)]
 
 
@@ -70,12 +70,12 @@ def check(pool: HostPool, x: np.ndarray, arena: np.ndarray, units: np.ndarray) -
     return error
 
 
-def measure(dtype: str, threads: int, repeat: int) -> dict:
+def measure(dtype: str, threads: int, repeat: int, width: int = WIDTH, neurons: int = NEURONS) -> dict:
     """Kernel, gather and plain reading, in turn, so that a busy moment hits all three."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((1, WIDTH)).astype(np.float32)
-    sets = row_sets(rng)
-    arenas = [make_arena(dtype, x, rng)]
+    x = rng.standard_normal((1, width)).astype(np.float32)
+    sets = row_sets(rng, neurons)
+    arenas = [make_arena(dtype, x, rng, neurons)]
     while len(arenas) * arenas[0].nbytes < 4 * last_level_cache_bytes():
         arenas.append(arenas[0].copy())
     jobs = cycle([(arena, units) for arena in arenas for units in sets])

@@ -6,6 +6,7 @@ python -m benchmarks.gpu_stages.isolated benchmarks.gpu_stages.donation:run '{}'
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL = 600  # characters of stderr in an error
+PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
 
 
 class Report:
@@ -65,7 +67,7 @@ def run_isolated(
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report, stderr = Path(folder) / "report.jsonl", Path(folder) / "stderr"
-        command = [sys.executable, "-m", __name__, target, json.dumps(arguments), str(report)]
+        command = [sys.executable, "-m", __name__, target, json.dumps(arguments), str(report), str(os.getpid())]
         with stderr.open("wb") as errors:
             child = subprocess.Popen(
                 command, cwd=ROOT, env={**os.environ, **(env or {})}, process_group=0 if group else None,
@@ -115,8 +117,17 @@ def _tail(stderr: Path) -> str:
     return text[-TAIL:] or "nothing on stderr"
 
 
+def end_with(parent: int) -> None:
+    """From now on this process is killed when the one that started it ends, however that happens."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("whoever started this is gone")
+
+
 def main() -> None:
-    target, arguments, path = sys.argv[1:]
+    target, arguments, path, *parent = sys.argv[1:]
+    if parent:
+        end_with(int(parent[0]))
     report = Report(Path(path))
     module, function = target.split(":")
     try:
