@@ -97,7 +97,7 @@ def test_tokens_agree_whatever_is_on_the_device():
     figures = stage("tokens")
     runs = {run["budget"]: run for run in figures["runs"]}
     assert all(run["agreement"] == figures["new_tokens"] for run in runs.values())
-    assert runs["smallest"]["hot_share"] == 0 and runs["everything"]["hot_share"] == 1
+    assert {*runs} == {"smallest", "two_fifths"} and runs["smallest"]["hot_share"] == 0
     assert 0 < runs["two_fifths"]["hot_share"] < 1
 
 
@@ -170,8 +170,8 @@ def test_help_does_not_load_jax():
 
 
 def test_what_was_found_before_a_hang_is_kept(script):
-    outcome = script("import time\ndef run(report, n):\n report.add(n=n)\n time.sleep(600)", limit_s=3, n=5)
-    assert not outcome.ok and outcome.figures == {"n": 5} and "limit of 3 s" in outcome.error
+    outcome = script("import time\ndef run(report, n):\n report.add(n=n)\n time.sleep(600)", limit_s=2, n=5)
+    assert not outcome.ok and outcome.figures == {"n": 5} and "limit of 2 s" in outcome.error
 
 
 def test_an_exception_is_named(script):
@@ -197,7 +197,7 @@ def test_children_of_a_stage_end_with_it(script, tmp_path):
         " report.add(pid=child.pid)\n"
         " time.sleep(600)\n"
     )
-    pid = script(source, limit_s=3).figures["pid"]
+    pid = script(source, limit_s=2).figures["pid"]
     end = time.monotonic() + 20
     while runs(pid) and time.monotonic() < end:
         time.sleep(0.02)
@@ -297,6 +297,7 @@ def test_arms_run_every_way_and_equal_ones_choose_equal_tokens():
     assert found["layer_split"]["pool_bytes"] * 4 == figures["host_bytes"]
 
 
+@pytest.mark.slow
 def test_the_smaller_model_has_fewer_arms():
     assert [arm["arm"] for arm in stage("arms_7b")["arms"]] == ["layer_split", "static"]
 
