@@ -165,6 +165,8 @@ def run_arm(drawn: Drawn, arm: Arm, setting: Setting) -> tuple[dict[str, Any], l
         **{name: result.ffn[name] for name in ("hot_s", "cold_s")},
         "pool_bytes": result.memory["pool_bytes"],
     }
+    if arm.cold is StreamedCold:  # nobody counts what is live in what was sent
+        figures |= {"hot_share": None, "density": None}
     return figures, list(result.token_ids)
 
 
