@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_check --out runs/gpu-check
 
 Needs the checkout and its dependencies, no download: weights are drawn on the device. Every stage runs in a process of
-its own with a time limit, and the limits of the default run add up to ten minutes; --stages chooses others, or fewer.
-What a stage found is printed, and with --out written, as soon as it is done, even if it failed or was cut:
+its own with a time limit, and the limits of the default run add up to less than ten minutes; --stages chooses others,
+or fewer. What a stage found is printed, and with --out written, as soon as it is done, even if it failed or was cut:
 OUT/STAGE.json, and OUT/all.json with all that are done so far. Both are replaced as a whole, so that whatever ends the
 check leaves them readable. The last line of stdout is the same as all.json. The exit status is 1 if a stage found
 something wrong, 130 or 143 after SIGINT or SIGTERM. Without a GPU the CPU backend plays the device with small sizes
@@ -36,9 +36,9 @@ DEFAULT_S = {  # in the order in which they run: what the others rest on and wha
     "donation": 25,
     "step": 35,
     "arms_13b": 180,
-    "arms_7b": 65,
-    "mixtral": 55,
-    "tokens": 55,
+    "arms_7b": 60,
+    "mixtral": 50,
+    "tokens": 50,
     "readability": 15,
     "int4_70b": 45,
 }

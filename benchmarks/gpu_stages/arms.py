@@ -31,6 +31,7 @@ from dynajax.plan import Placement
 PROMPT_TOKENS, WARM_TOKENS, NEW_TOKENS = 48, 8, 48
 RECIPE = Recipe(rank=95)  # whose predictors take little of a budget
 SPARE_BYTES = 2**20  # for predictors and staging of the tiny model
+ROOM = 1.2  # times as much as the longest arm took has to be left for the next
 STREAMED_LAYERS = 2  # on the device at once
 
 
@@ -110,10 +111,16 @@ def budget_here(drawn: Drawn, wanted_bytes: int) -> int:
 
 
 def run_arms(report: Report, called: str, drawn: Drawn, arms: Sequence[Arm], setting: Setting) -> None:
-    """Each arm's figures, and a failure where arms that compute the same choose other tokens in float32."""
+    """Each arm's figures, and a failure where arms that compute the same choose other tokens in float32. Arms for which
+    no time is left are named."""
     found: list[dict[str, Any]] = []
     tokens: dict[str, list[int]] = {}
-    for arm in arms:
+    longest_s = 0.0
+    for number, arm in enumerate(arms):
+        begin = time.perf_counter()
+        if report.left_s < ROOM * longest_s:
+            report.add(**{f"{called}_left_out": [later.name for later in arms[number:]]})
+            break
         figures, chose = tried(drawn, arm, setting)
         found.append({"arm": arm.name, **figures})
         if chose is None and not arm.may_fail:
@@ -127,6 +134,7 @@ def run_arms(report: Report, called: str, drawn: Drawn, arms: Sequence[Arm], set
                 report.fail(f"{arm.name}: {figures['migrated']} neurons moved")
         report.add(**{called: found})
         gc.collect()  # the last engine's device memory
+        longest_s = max(longest_s, time.perf_counter() - begin)
 
 
 def agreement(name: str, tokens: dict[str, list[int]]) -> int:

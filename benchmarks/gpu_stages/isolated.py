@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -28,8 +29,13 @@ PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
 class Report:
     """What a function found out, on disk as soon as it is known: one JSON object a line."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, limit_s: float = math.inf):
+        self._path, self._end = path, time.monotonic() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Until the process is cut."""
+        return self._end - time.monotonic()
 
     def add(self, **figures: Any) -> None:
         """Figures by name; a name that was there is replaced."""
@@ -67,7 +73,16 @@ def run_isolated(
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report, stderr = Path(folder) / "report.jsonl", Path(folder) / "stderr"
-        command = [sys.executable, "-m", __name__, target, json.dumps(arguments), str(report), str(os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            __name__,
+            target,
+            json.dumps(arguments),
+            str(report),
+            str(os.getpid()),
+            str(limit_s),
+        ]
         with stderr.open("wb") as errors:
             child = subprocess.Popen(
                 command, cwd=ROOT, env={**os.environ, **(env or {})}, process_group=0 if group else None,
@@ -125,10 +140,10 @@ def end_with(parent: int) -> None:
 
 
 def main() -> None:
-    target, arguments, path, *parent = sys.argv[1:]
-    if parent:
-        end_with(int(parent[0]))
-    report = Report(Path(path))
+    target, arguments, path, *started = sys.argv[1:]
+    if started:  # by `run_isolated`
+        end_with(int(started[0]))
+    report = Report(Path(path), *map(float, started[1:]))
     module, function = target.split(":")
     try:
         getattr(importlib.import_module(module), function)(report, **json.loads(arguments))

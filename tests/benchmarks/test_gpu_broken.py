@@ -114,8 +114,9 @@ def test_tokens_notices_another_token(problems, monkeypatch):
     reference = Outcome(ok=True, seconds=1.0, figures={"tokens": [5] * tokens.NEW_TOKENS}, error=None)
     monkeypatch.setattr(tokens, "run_isolated", lambda *a, **k: reference)
     monkeypatch.setattr(tokens, "generate", lambda *a: ([5, 6, *[5] * (tokens.NEW_TOKENS - 2)], 0.5))
-    monkeypatch.setattr(tokens, "budgets", lambda *a: {"two_fifths": 1})
-    assert problems(tokens.run) == ["float32, budget two_fifths: token 1 differs from the CPU's"]
+    monkeypatch.setattr(tokens, "budgets", lambda *a: {"smallest": 1, "two_fifths": 2})
+    said = [f"float32, budget {name}: token 1 differs from the CPU's" for name in ("smallest", "two_fifths")]
+    assert problems(tokens.run) == said
 
 
 FIGURES = {"migrated": 0, "policy": "any"}
@@ -149,6 +150,15 @@ def test_arms_notice_another_token_an_idle_policy_that_moves_and_an_arm_that_fai
         "static: 2 neurons moved",
         "exact: token 1 is another than without it",
     ]
+
+
+def test_arms_without_time_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(arms, "run_arm", lambda *_: pytest.fail("there was no time"))
+    report = Report(tmp_path / "report.jsonl", limit_s=0)
+    some = arms.chosen("layer_split", "dynamic")
+    arms.run_arms(report, "arms", SimpleNamespace(dtype="float32"), some, arms.Setting(budget_bytes=1))
+    (line,) = (tmp_path / "report.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"figures": {"arms_left_out": ["layer_split", "dynamic"]}}
 
 
 def test_mixtral_notices_tokens_that_depend_on_the_policy(problems, monkeypatch):
