@@ -8,8 +8,8 @@ or fewer. What a stage found is printed, and with --out written, as soon as it i
 OUT/STAGE.json, and OUT/all.json with all that are done so far. Both are replaced as a whole, so that whatever ends the
 check leaves them readable. The last line of stdout is the same as all.json. The exit status is 1 if a stage found
 something wrong, 130 or 143 after SIGINT or SIGTERM. Without a GPU the CPU backend plays the device with small sizes
-(some two minutes): that shows that the stages work, not how fast anything is. What a stage asks, and what would follow
-from the answer, stands at the head of its `run` in benchmarks/gpu_stages/.
+(two or three minutes): that shows that the stages work, not how fast anything is. What a stage asks, and what would
+follow from the answer, stands at the head of its `run` in benchmarks/gpu_stages/.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ PROMPT_TOKENS, WARM_TOKENS, NEW_TOKENS = 48, 8, 48
 RECIPE = Recipe(rank=95)  # whose predictors take little of a budget
 SPARE_BYTES = 2**20  # for predictors and staging of the tiny model
 ROOM = 1.2  # times as much as the longest arm took has to be left for the next
-STREAMED_LAYERS = 2  # on the device at once
+STREAMED_LAYERS = 3  # on the device at once: one that is computed, its parts, and one that comes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Arm:
     name: str
     policy: str
     sparsity: str
-    whole: bool = False  # a layer is on the device or it is not
+    whole: bool = False  # a layer's FFN is on the device or it is not; attention is there in every arm
     cold: Callable[..., ColdSide] = ColdSide
     may_fail: bool = False  # not every device can
 

@@ -1,7 +1,7 @@
 """A random ReLU-sparse model, drawn layer by layer on the device and kept in host memory: no file of weights.
 
-The construction is that of `benchmarks.make_checkpoint`, whose docstring explains it; a layer takes a fraction of a
-second on a GPU. The folder gets what an engine looks for beside weights: config.json, statistics and predictors.
+The construction is that of `benchmarks.make_checkpoint`, whose docstring explains it. The folder gets what an engine
+looks for beside weights: config.json, statistics and predictors.
 """
 
 from __future__ import annotations

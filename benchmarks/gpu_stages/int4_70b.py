@@ -11,7 +11,7 @@ from benchmarks.gpu_stages.device import facts
 from benchmarks.gpu_stages.isolated import Report
 from benchmarks.make_checkpoint import SHAPES
 
-SHARE = 0.5  # of the layers and of a 24 GB budget: drawing and holding all of them would take the stage's whole time
+SHARE = 0.5  # of the layers and of a 24 GB budget, for the sake of time and host memory
 BUDGET_BYTES = 24 * 10**9
 
 

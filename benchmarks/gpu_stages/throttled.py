@@ -14,7 +14,7 @@ from benchmarks.gpu_stages.other_ways import Throttled
 from benchmarks.make_checkpoint import SHAPES
 from dynajax.staging import Staging
 
-LINKS_GB_S = (25, 12)  # PCIe 4 and 3, 16 lanes, as they are measured
+LINKS_GB_S = (25, 12)  # a desktop with PCIe 4, and one with PCIe 3
 THREADS = 8
 SLACK = 1.02  # of the clock
 
