@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.gpu_stages.arms import UNPREDICTED, Setting, prepared_model, run_arms
-from benchmarks.gpu_stages.device import facts
+from benchmarks.gpu_stages.device import facts, is_cpu
 from benchmarks.gpu_stages.isolated import Report
 from benchmarks.make_checkpoint import SHAPES
 
@@ -28,4 +28,4 @@ def run(report: Report) -> None:
     with TemporaryDirectory() as folder:
         wanted = round(SHARE * BUDGET_BYTES)
         drawn, budget = prepared_model(report, Path(folder), spec, "int4", wanted, predictors=False)
-        run_arms(report, "arms", drawn, UNPREDICTED, Setting(budget_bytes=budget))
+        run_arms(report, "arms", drawn, UNPREDICTED[::2] if is_cpu() else UNPREDICTED, Setting(budget_bytes=budget))

@@ -69,7 +69,7 @@ def test_masked_notices_a_row_that_is_left_out(problems, monkeypatch, way):
 
     right = getattr(masked, way)
     monkeypatch.setattr(masked, way, broken)
-    monkeypatch.setattr(masked, "SHARES", (0.5, 1.0))
+    monkeypatch.setattr(masked, "SHARES", (0.1, 1.0))
     name = {"gathered": "gather", "gate_then_gathered": "gate_then_gather"}[way]
     found = problems(masked.run)
     assert len(found) == 1 and found[0].startswith(f"{name} at a share of 1.0 is off")
