@@ -46,6 +46,7 @@ SHAPES = {
     "minicpm": _shape(52, 1536, 3840, 24, 8, 73440),
     "7b": _shape(32, 4096, 11008, 32, 32, 32000),
     "13b": _shape(40, 5120, 13824, 40, 40, 32000),
+    "70b": _shape(80, 8192, 28672, 64, 8, 32000),
 }
 THETA = Rope().theta
 TOPICS = 16
@@ -325,13 +326,14 @@ def build(folder: Path, spec: ModelSpec, recipe: Recipe) -> Tally:
     for layer in range(spec.layers):
         builder.layer(layer)
     save_file(builder.predictors, folder / PREDICTORS)
-    (folder / "config.json").write_text(json.dumps(_config(spec, recipe), indent=1), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config_of(spec, recipe), indent=1), encoding="utf-8")
     frequency, fingerprint = np.stack(builder.tally.frequency), Checkpoint.open(folder).fingerprint()
     write_stats(folder / "activations.npz", fingerprint=fingerprint, frequency=frequency, tokens=ROWS * TOKENS)
     return builder.tally
 
 
-def _config(spec: ModelSpec, recipe: Recipe) -> dict[str, object]:
+def config_of(spec: ModelSpec, recipe: Recipe) -> dict[str, object]:
+    """config.json of a folder."""
     sizes = {
         "hidden_size": spec.hidden,
         "intermediate_size": spec.ffn,

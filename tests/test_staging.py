@@ -55,9 +55,13 @@ def test_unknown_ways_are_refused_before_anything_opens():
         EngineConfig(staging="fast")
 
 
-def test_auto_is_one_that_works():
-    staging = open_staging("auto", DEVICE, block_of(16))
+def test_auto_is_one_that_works_and_says_what_was_measured(caplog):
+    with caplog.at_level("INFO", "dynajax"):
+        staging = open_staging("auto", DEVICE, block_of(16))
     assert staging.name in HERE
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"units are sent by way of {staging.name}, the fastest for 12 KiB: ")
+    assert all(f"{name} " in record.getMessage() for name in HERE) and "registered" not in record.getMessage()
     block = block_of(5)
     np.testing.assert_array_equal(np.array(staging.send(block)), block)
 

@@ -32,11 +32,11 @@ class Sizes:
 
 
 def sizes() -> Sizes:
-    """A 7B layer and up to 4 GiB on a GPU, a few MiB on the CPU backend."""
+    """A 7B layer and up to 8 GB on a GPU, a few MiB on the CPU backend."""
     if is_cpu():
         return Sizes(hidden=256, pool_bytes=(2**23, 2**25), repeat=8)
     limit = (the_device().memory_stats() or {}).get("bytes_limit", 2**33)
-    return Sizes(hidden=4096, pool_bytes=(2**28, min(2**32, limit // 4)), repeat=30)
+    return Sizes(hidden=4096, pool_bytes=(2**28, min(2**33, limit // 5 * 2)), repeat=30)
 
 
 def run(report: Report) -> None:
@@ -84,7 +84,7 @@ def measure(pool_type: str, host_type: np.dtype, pool_bytes: int, rows: int, wan
         times[name] = spread_us(times_s(update, wanted.repeat))
         parts = holder[0]
     in_place = [part.unsafe_buffer_pointer() for part in parts] == pointers
-    written = np.stack([np.asarray(part)[where] for part in parts], axis=1)  # [n, P, D]
+    written = np.stack([np.asarray(part[where]) for part in parts], axis=1)  # [n, P, D]
     sent = staging[:, :, 0]
     return {
         "pool_type": pool_type,

@@ -17,6 +17,7 @@ from dynajax.budget import unit_bytes
 from dynajax.checkpoint import read_spec
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
+from dynajax.engine.observing import Observe
 
 SHARE = 0.4  # of the experts, on the device
 NEW_TOKENS = 48
@@ -53,15 +54,20 @@ def run(report: Report) -> None:
                         report.fail(f"float32, batch {batch}, {policy}: the tokens depend on where experts are")
 
 
-def generate(model: str, dtype: str, batch: int, policy: str, share: float) -> dict[str, Any]:
-    """Figures of one policy and its tokens; the second generation counts, when costs are known."""
+def generate(
+    model: str, dtype: str, batch: int, policy: str, share: float, *, tell: Observe | None = None, **more: str
+) -> dict[str, Any]:
+    """Figures of one policy and its tokens; the second generation counts, when costs are known. tell: observes the
+    first one. more: settings."""
     settings: dict[str, Any] = {"dtype": dtype, "ctx": CTX, "batch": batch, "policy": policy, "host_dtype": dtype}
+    settings |= more
     if share < 1:
         settings["vram_budget"] = budget_of(model, settings, share)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 500, 24).tolist() for _ in range(batch)]
     with Engine.from_pretrained(model, **settings) as engine:
-        for _ in range(2):
+        for observer in (tell, None):
+            engine.observe(observer)
             results = engine.generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         told = engine.stats()
     assert isinstance(results, list)

@@ -6,8 +6,10 @@ python -m benchmarks.gpu_stages.isolated benchmarks.gpu_stages.donation:run '{}'
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,13 +23,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL = 600  # characters of stderr in an error
+PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
 
 
 class Report:
     """What a function found out, on disk as soon as it is known: one JSON object a line."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, limit_s: float = math.inf):
+        self._path, self._end = path, time.monotonic() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Until the process is cut."""
+        return self._end - time.monotonic()
 
     def add(self, **figures: Any) -> None:
         """Figures by name; a name that was there is replaced."""
@@ -65,7 +73,16 @@ def run_isolated(
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report, stderr = Path(folder) / "report.jsonl", Path(folder) / "stderr"
-        command = [sys.executable, "-m", __name__, target, json.dumps(arguments), str(report)]
+        command = [
+            sys.executable,
+            "-m",
+            __name__,
+            target,
+            json.dumps(arguments),
+            str(report),
+            str(os.getpid()),
+            str(limit_s),
+        ]
         with stderr.open("wb") as errors:
             child = subprocess.Popen(
                 command, cwd=ROOT, env={**os.environ, **(env or {})}, process_group=0 if group else None,
@@ -115,9 +132,18 @@ def _tail(stderr: Path) -> str:
     return text[-TAIL:] or "nothing on stderr"
 
 
+def end_with(parent: int) -> None:
+    """From now on this process is killed when the one that started it ends, however that happens."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("whoever started this is gone")
+
+
 def main() -> None:
-    target, arguments, path = sys.argv[1:]
-    report = Report(Path(path))
+    target, arguments, path, *started = sys.argv[1:]
+    if started:  # by `run_isolated`
+        end_with(int(started[0]))
+    report = Report(Path(path), *map(float, started[1:]))
     module, function = target.split(":")
     try:
         getattr(importlib.import_module(module), function)(report, **json.loads(arguments))

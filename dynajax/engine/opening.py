@@ -22,6 +22,7 @@ from dynajax.config import EngineConfig, is_packed
 from dynajax.config.engine import HostDense
 from dynajax.engine.checks import LiveCheck
 from dynajax.engine.cold import ColdSide
+from dynajax.engine.given import Given
 from dynajax.engine.loaded import Loaded
 from dynajax.engine.masked import PredictedScores
 from dynajax.engine.mixture.cold import ColdExperts
@@ -211,11 +212,13 @@ def load_units(
     host: HostPool | NumpyPool,
     on_loaded: Callable[[int], None],
     on_placed: Callable[[int], None],
+    given: HostStore | None = None,
 ) -> HostStore:
-    """Read every layer's units and fill the pool -> the host's store, which is empty if all are on the device."""
+    """Read every layer's units, if they are not given, and fill the pool -> the host's store, which is empty if all
+    are on the device."""
     spec, programs, dtype = checkpoint.spec, prepared.programs, prepared.host_dtype
     if prepared.host_mode != "resident":
-        store = load_store(checkpoint, dtype, on_loaded)
+        store = given or load_store(checkpoint, dtype, on_loaded)
         if spec.experts is not None:
             fill_units(UnitTransfer(store, programs), pool, prepared.placement, on_placed)
             return store
@@ -256,7 +259,7 @@ def make_mixture_runner(
 
 
 def make_runner(
-    prepared: Prepared, config: EngineConfig, loaded: Loaded, fingerprint: str
+    prepared: Prepared, config: EngineConfig, loaded: Loaded, fingerprint: str, given: Given
 ) -> tuple[ThreadsRunner | TokenRunner | SkippingRunner | PlannedRunner, Plans | None]:
     """What decodes, and what drives it where it goes by plans."""
     assert isinstance(loaded.layers, ThreadsRunner) and isinstance(loaded.cold, ColdSide)
@@ -277,8 +280,8 @@ def make_runner(
             aside,
             statistics,
             fingerprint,
-            staging=config.staging,
-            deterministic=config.deterministic,
+            config=config,
+            around=given.around,
         )
         return plans.runner, plans
     if prepared.host is not None:
@@ -294,6 +297,7 @@ def halves(
     pool: DevicePool,
     host: HostPool | NumpyPool,
     meter: PeakMeter,
+    given: Given,
 ) -> Loaded:
     """The two halves of every layer, neurons or experts."""
     spec, programs = prepared.spec, prepared.programs
@@ -302,7 +306,7 @@ def halves(
         kind = MixtureLayers if spec.encoder is None else EncodedLayers
         layers = kind(programs, weights, pool, cold, meter.sample)
     else:
-        cold = ColdSide(store, pool, host, spec.activation, skip_zeros=prepared.strategy.sparsity != "dense")
+        cold = given.cold(store, pool, host, spec.activation, skip_zeros=prepared.strategy.sparsity != "dense")
         layers = ThreadsRunner(programs, weights, pool, cold, meter.sample)
     return Loaded(programs=programs, weights=weights, store=store, pool=pool, host=host, cold=cold, layers=layers)
 
@@ -312,8 +316,10 @@ def load_parts(
     prepared: Prepared,
     config: EngineConfig,
     progress: Callable[[str, int, int], None],
+    given: Given | None = None,
 ) -> Parts:
     """Carry out what was prepared: weights to host and device, the pool filled as placed."""
+    given = given or Given()
     start, compiled_s = time.perf_counter(), prepared.programs.compile_s
     tokenizer = load_tokenizer(prepared.folder)
     spec, programs, placement = prepared.spec, prepared.programs, prepared.placement
@@ -331,13 +337,13 @@ def load_parts(
     def placed(layer: int) -> None:
         progress("place", layer + 1, spec.layers)
 
-    store = load_units(checkpoint, prepared, pool, host, loaded(spec.layers), placed)
-    machine = halves(prepared, weights, store, pool, host, meter)
+    store = load_units(checkpoint, prepared, pool, host, loaded(spec.layers), placed, given.store)
+    machine = halves(prepared, weights, store, pool, host, meter, given)
     fingerprint = checkpoint.fingerprint()
     plans = mixture = None
     try:
         if spec.experts is None:
-            runner, plans = make_runner(prepared, config, machine, fingerprint)
+            runner, plans = make_runner(prepared, config, machine, fingerprint, given)
         else:
             runner, mixture = make_mixture_runner(prepared, config, machine, fingerprint)
         stepper = Stepper(programs, weights, runner, meter.sample)

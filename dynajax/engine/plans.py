@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from dynajax.budget import unit_bytes
 from dynajax.checkpoint import Statistics
+from dynajax.config import EngineConfig
 from dynajax.engine.checks import LiveCheck
 from dynajax.engine.cold import ColdSide
 from dynajax.engine.ledger import Ledger, live_of
@@ -24,7 +26,7 @@ from dynajax.policy.guard import Guard
 from dynajax.policy.planner import NeuronPlanner
 from dynajax.programs.bodies import ADMITTED, LIVE
 from dynajax.scheduler import Ran, Scheduler, Sizes, Span
-from dynajax.staging import open_staging
+from dynajax.staging import Staging, open_staging
 from dynajax.trace import Recorder
 from dynajax.transfer import Transfer, fill_pool, piece_sizes
 
@@ -55,6 +57,7 @@ class Plans:
     statistics: Statistics
     staging: str | None  # the way that units are sent; None where nothing moves
     fixed_costs: bool
+    around: Callable[[Staging], Staging] | None  # see `Given`
     runner: PlannedRunner
     check_live: LiveCheck
     span: Span | None = None
@@ -69,6 +72,8 @@ class Plans:
         knobs = knobs_of(strategy.knobs, prepared.prediction)
         costs = first_costs(host_unit, unit_bytes(spec, prepared.programs.shapes.dtype))
         way = None if self.staging is None else open_staging(self.staging, jax.local_devices()[0], probe_block(self))
+        if way is not None and self.around is not None:
+            way = self.around(way)
         count = max(1, prepared.staged)
         transfer = Transfer(loaded.store, loaded.pool, loaded.programs, loaded.host, count, way)
         statistics = self.statistics
@@ -135,8 +140,8 @@ def make_plans(
     statistics: Statistics,
     fingerprint: str,
     *,
-    staging: str,
-    deterministic: bool,
+    config: EngineConfig,
+    around: Callable[[Staging], Staging] | None,
 ) -> Plans:
     """Load the predictors, compile every update, and start."""
     spec, strategy = prepared.spec, prepared.strategy
@@ -145,7 +150,7 @@ def make_plans(
         skips=strategy.skips,
         theta=np.uint8(np.rint(knobs.theta * 255)),
         moves=strategy.moves and any(loaded.pool.slots),
-        always_waits=deterministic,
+        always_waits=config.deterministic,
         skips_prompts=strategy.skips and knobs.sparse_prefill,
         lead=min(knobs.lead, spec.layers - 1),
         deadline_s=knobs.deadline_s,
@@ -159,12 +164,13 @@ def make_plans(
         loaded=loaded,
         statistics=statistics,
         staging=None,
-        fixed_costs=deterministic,
+        fixed_costs=config.deterministic,
+        around=around,
         runner=runner,
         check_live=check,
     )
     if wishes.moves:
-        plans.staging = open_staging(staging, jax.local_devices()[0], probe_block(plans)).name
+        plans.staging = open_staging(config.staging, jax.local_devices()[0], probe_block(plans)).name
     _compile(plans)
     plans.start()
     return plans
