@@ -14,6 +14,10 @@ constexpr int64_t row_bytes(int32_t dtype, int64_t width) {
   return is_packed(dtype) ? width / group_columns * (dtype == 3 ? 34 : 18) : width * (dtype == 0 ? 4 : 2);
 }
 
+// Whether one or two tokens meet rows two at a time: packed ones, whose arithmetic takes as long as reading them, and
+// those whose tokens take up most of the first cache.
+constexpr bool in_pairs(int32_t dtype, int64_t width) { return is_packed(dtype) || width > 6144; }
+
 // out[r * T + t] = rows[r] . x[t] over d elements. `next`: null, or as many rows to prefetch meanwhile.
 using DotTile = void (*)(const void* const* rows, const float* const* x, int64_t d, const void* const* next,
                          float* out);
@@ -76,7 +80,7 @@ struct Tiles {
   DotTile dot[2][tile];
   AxpyTile axpy[2][tile];
   WidenRow widen;
-  // Of `pair` packed rows; then [T - 1]. Null for others, which are long enough to be read one by one.
+  // Of `pair` rows; then [T - 1].
   DotTile pair_dot[pair];
   AxpyTile pair_axpy[pair];
 };

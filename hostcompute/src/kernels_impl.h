@@ -147,8 +147,8 @@ constexpr Tiles make_tiles() {
           {{axpy_tile<Weight, 1, 1>, axpy_tile<Weight, 1, 2>, axpy_tile<Weight, 1, 3>, axpy_tile<Weight, 1, 4>},
            {axpy_tile<Weight, 4, 1>, axpy_tile<Weight, 4, 2>, axpy_tile<Weight, 4, 3>, axpy_tile<Weight, 4, 4>}},
           widen_row<Weight>,
-          {},
-          {}};
+          {dot_tile<Weight, 2, 1>, dot_tile<Weight, 2, 2>},
+          {axpy_tile<Weight, 2, 1>, axpy_tile<Weight, 2, 2>}};
 }
 
 constexpr Kernels make_kernels(const char* isa) {

@@ -23,7 +23,7 @@ constexpr int64_t most_sums = 32;
 constexpr int64_t least_sum_bytes = 64 * 1024;
 constexpr int64_t least_sums = 8;
 constexpr int64_t narrow_bytes = 2048;  // shorter rows are summed several at a time
-constexpr int64_t short_bytes = 4096;   // shorter packed rows are read in pairs
+constexpr int64_t pairs_ahead = 3;  // where rows are read in pairs, so many are on their way
 // A piece for many tokens: gemm_rows, or some columns of all rows.
 constexpr int64_t sum_columns = 256;
 constexpr int64_t least_sum_columns = 64;
@@ -119,7 +119,7 @@ class Matmul {
   // How many rows one call of a kernel reads.
   int together() const {
     if (call_.tokens > bound_tokens || (call_.sum_rows && row_bytes_ < narrow_bytes)) return tile;
-    return is_packed(call_.dtype) && row_bytes_ < short_bytes ? pair : 1;
+    return in_pairs(call_.dtype, call_.width) ? pair : 1;
   }
   DotTile dot_kernel(int rows, int64_t tokens) const {
     return rows == pair ? tiles_.pair_dot[tokens - 1] : tiles_.dot[rows != 1][tokens - 1];
@@ -137,8 +137,9 @@ class Matmul {
       const void* rows[tile];
       const void* next[tile];
       for (int i = 0; i < n; ++i) rows[i] = row(r + i);
-      const bool known = r + 2 * n <= end;
-      for (int i = 0; known && i < n; ++i) next[i] = row(r + n + i);
+      const int64_t ahead = n == pair ? n * pairs_ahead : n;
+      const bool known = r + ahead + n <= call_.rows;
+      for (int i = 0; known && i < n; ++i) next[i] = row(r + ahead + i);
       const bool fetch = known && n != 1;
       for (int64_t t0 = 0; t0 < call_.tokens; t0 += tile) {
         const int64_t some = std::min<int64_t>(tile, call_.tokens - t0);
