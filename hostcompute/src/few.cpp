@@ -17,6 +17,7 @@ constexpr int64_t fetch_ahead = 8192;
 constexpr int most_ahead = 4;
 constexpr int64_t packed_ahead = 28672;
 constexpr int most_packed_ahead = 8;
+constexpr int64_t short_bytes = 4096;  // packed rows that are shorter are read in pairs
 constexpr int64_t page = 4096;
 constexpr int64_t line = 64;
 constexpr int64_t line_floats = line / sizeof(float);
@@ -50,7 +51,7 @@ class Few {
       : plan_(plan),
         d_(plan.call.arena.width),
         tokens_(static_cast<int>(plan.tokens)),
-        pairs_(in_pairs(plan.call.arena.dtype, d_)),
+        pairs_(d_ > wide_columns || (is_packed(plan.call.arena.dtype) && plan.row_bytes() < short_bytes)),
         ahead_(static_cast<int>(is_packed(plan.call.arena.dtype)
                                     ? std::clamp<int64_t>(packed_ahead / plan.row_bytes() + 1, 2, most_packed_ahead)
                                     : std::clamp<int64_t>(fetch_ahead / plan.row_bytes(), 1, most_ahead))) {

@@ -14,9 +14,7 @@ constexpr int64_t row_bytes(int32_t dtype, int64_t width) {
   return is_packed(dtype) ? width / group_columns * (dtype == 3 ? 34 : 18) : width * (dtype == 0 ? 4 : 2);
 }
 
-// Whether one or two tokens meet rows two at a time: packed ones, whose arithmetic takes as long as reading them, and
-// those whose tokens take up most of the first cache.
-constexpr bool in_pairs(int32_t dtype, int64_t width) { return is_packed(dtype) || width > 6144; }
+constexpr int64_t wide_columns = 6144;  // from more on a token takes up most of the first cache: rows share it in pairs
 
 // out[r * T + t] = rows[r] . x[t] over d elements. `next`: null, or as many rows to prefetch meanwhile.
 using DotTile = void (*)(const void* const* rows, const float* const* x, int64_t d, const void* const* next,

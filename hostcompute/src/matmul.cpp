@@ -119,7 +119,7 @@ class Matmul {
   // How many rows one call of a kernel reads.
   int together() const {
     if (call_.tokens > bound_tokens || (call_.sum_rows && row_bytes_ < narrow_bytes)) return tile;
-    return in_pairs(call_.dtype, call_.width) ? pair : 1;
+    return is_packed(call_.dtype) || call_.width > wide_columns ? pair : 1;
   }
   DotTile dot_kernel(int rows, int64_t tokens) const {
     return rows == pair ? tiles_.pair_dot[tokens - 1] : tiles_.dot[rows != 1][tokens - 1];
