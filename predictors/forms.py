@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+import ml_dtypes  # noqa: F401  # teaches NumPy what bfloat16 is
+import numpy as np
+
 from dynajax.config import GROUP, Activation, ModelSpec, NormKind
-from dynajax.quant import BITS
-from predictors.lowbit import lowbit_bytes
+from dynajax.quant import BITS, stored_as
 
 Kind = Literal["gate", "mlp"]
 Reads = Literal["stream", "normed"]
 MOST_RANK = 2**16
+MATRIX_BITS = 8  # of trained matrices on the device; their folder keeps floats
 _RELU = Activation()
 
 
@@ -91,26 +94,21 @@ class Form:
         return f"mlp{self.rank}" if self.kind == "mlp" else f"gate{self.bits}" + (f"+{self.rank}" if self.rank else "")
 
 
-def form_bytes(shape: Shape, form: Form, dtype_bytes: int = 2) -> int:
-    """Device bytes of one layer's parameters, before anything is loaded; trained matrices take `dtype_bytes` each."""
-    if form.kind == "mlp":
-        return (shape.hidden + shape.ffn) * form.rank * dtype_bytes
-    total = shape.matrices * (lowbit_bytes(shape.ffn, shape.hidden, form.bits) + 4 * shape.ffn * shape.ffn_bias)
-    if form.reads == "stream":
-        total += 4 * shape.hidden * (2 if shape.norm == "layer" else 1)
-    return (
-        total
-        + 4 * shape.hidden * form.is_shifted
-        + 2 * shape.hidden * form.rank * dtype_bytes
-        + 4 * shape.ffn * form.weighted
-    )
+def form_bytes(shape: Shape, form: Form, dtype: str = "float16") -> int:
+    """Device bytes of one layer's parameters, before anything is loaded; dtype: of trained matrices in their folder."""
+    return sum(math.prod(dims) * np.dtype(kind).itemsize for dims, kind in param_shapes(shape, form, dtype).values())
+
+
+def matrix_as(dims: tuple[int, int], dtype: str) -> tuple[tuple[int, ...], str]:
+    """Dimensions and type in which the device has a trained matrix of `dtype`: rows of whole groups become 8 bits."""
+    return stored_as(dims, dtype if dims[1] % GROUP else f"int{MATRIX_BITS}")
 
 
 def param_shapes(shape: Shape, form: Form, dtype: str = "float16") -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (dimensions, type)} of one layer's parameters for `scoring.scores`; trained matrices in `dtype`."""
+    """{name: (dimensions, type)} of one layer's parameters on the device, for `scoring.scores`."""
     hidden, ffn, groups = shape.hidden, shape.ffn, -(-shape.hidden // GROUP)
     if form.kind == "mlp":
-        return {"fc1": ((form.rank, hidden), dtype), "fc2": ((ffn, form.rank), dtype)}
+        return {"fc1": matrix_as((form.rank, hidden), dtype), "fc2": matrix_as((ffn, form.rank), dtype)}
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for i in range(shape.matrices):
         found |= {f"codes{i}": ((ffn, groups * 4 * form.bits), "uint8"), f"scales{i}": ((ffn, groups), "float16")}
@@ -121,7 +119,7 @@ def param_shapes(shape: Shape, form: Form, dtype: str = "float16") -> dict[str, 
     found |= {"weight": ((ffn,), "float32")} if form.weighted else {}
     found |= {"shift": ((hidden,), "float32")} if form.is_shifted else {}
     if form.rank:
-        found |= {"narrow": ((form.rank, hidden), dtype), "wide": ((hidden, form.rank), dtype)}
+        found |= {"narrow": matrix_as((form.rank, hidden), dtype), "wide": matrix_as((hidden, form.rank), dtype)}
     return found
 
 

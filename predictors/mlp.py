@@ -21,5 +21,5 @@ def mlp_start(shape: Shape, rank: int, rng: np.random.Generator) -> dict[str, np
 
 
 def mlp_scores(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """x [B, D] -> scores [B, F] float32. The matrices may have any float type."""
+    """x [B, D] -> scores [B, F] float32. The matrices may have any float type, or be packed (see `dynajax.quant`)."""
     return contract("BR,FR->BF", jax.nn.relu(contract("BD,RD->BR", x, params["fc1"])), params["fc2"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from predictors.forms import Form, Shape
+from predictors.forms import Form, Shape, form_bytes
 from predictors.lowbit import lowbit_bytes
 
 
@@ -64,7 +64,8 @@ def default_forms(shape: Shape, kinds: Sequence[str] = ("gate", "mlp")) -> tuple
     return tuple(found)
 
 
-def mlp_rank(shape: Shape, bits: int, dtype_bytes: int = 2) -> int:
-    """The rank at which an mlp takes what low-bit copies of the layer's gate take."""
+def mlp_rank(shape: Shape, bits: int) -> int:
+    """The largest rank at which an mlp takes no more than low-bit copies of the layer's gate."""
     copies = shape.matrices * lowbit_bytes(shape.ffn, shape.hidden, bits)
-    return max(1, copies // ((shape.hidden + shape.ffn) * dtype_bytes))
+    ranks = range(copies // (shape.hidden + shape.ffn), 1, -1)  # no parameter takes less than a byte
+    return next((rank for rank in ranks if form_bytes(shape, Form(kind="mlp", rank=rank)) <= copies), 1)

@@ -292,7 +292,7 @@ class Trainer:
         some = np.linspace(0, len(z) - 1, min(len(z), max(1, _FITTED_PAIRS // self.shape.ffn))).astype(np.int64)
         slope, intercept = fit_platt(z[some], live[some])
         arrays["histogram"] = histogram(sigmoid(slope * z + intercept))
-        size = form_bytes(self.shape, form, DTYPES[dtype].itemsize)
+        size = form_bytes(self.shape, form, dtype)
         told = judge(z, live, slope, intercept) | {"bytes": size}
         entry = Entry(layer=task.layer, lead=task.lead, form=form, slope=slope, intercept=intercept, metrics=told)
         return Measured(entry, arrays, size)

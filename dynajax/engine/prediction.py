@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from dynajax.checkpoint.places import predictors_folder
 from dynajax.config import ModelSpec, PolicyConfig
-from dynajax.errors import MismatchError, UsageError
+from dynajax.errors import MismatchError, NumericalError, UsageError
 from dynajax.programs import Programs, Scoring
 from dynajax.quant import BITS
-from predictors.folder import DTYPES, MANIFEST_NAME, Manifest, matching_manifest, read_entries
+from predictors.folder import MANIFEST_NAME, Manifest, matching_manifest, read_entries
 from predictors.forms import Entry, Form, Shape, form_bytes
 from predictors.gate import GateSource, copies, gate_params
 from predictors.lowbit import LowBit, lowbit_bytes
+from predictors.scoring import on_device
 from predictors.untrained import calibration
 
 SILU_DENSITY = 0.5  # of neurons computed where none is exactly zero
@@ -45,8 +46,7 @@ class Prediction:
 
     def read_bytes(self, spec: ModelSpec) -> int:
         """On the device, that a token reads: copies that several programs ask are read by each."""
-        shape, size = Shape.of(spec), DTYPES[self.dtype].itemsize
-        return sum(form_bytes(shape, entry.form, size) for entry in self.entries.values())
+        return sum(form_bytes(Shape.of(spec), entry.form, self.dtype) for entry in self.entries.values())
 
     def foretold(self, layers: int) -> tuple[int | str, ...]:
         """By what every layer skips, as `Programs.token_skipping_rows` takes it."""
@@ -117,7 +117,7 @@ def choose(
 
         entries = {place: Entry(layer=place[1], lead=place[0], form=form(place)) for place in wanted}
         density = knobs.density or ranks
-        return Prediction(kind="gate", entries=entries, density=density, bytes=_bytes(shape, entries, 2), **common)
+        return Prediction(kind="gate", entries=entries, density=density, bytes=_bytes(shape, entries), **common)
     manifest = manifest_of(trained, spec, fingerprint)
     held = {(entry.lead, entry.layer): entry for entry in manifest.all_entries()}
     entries = {place: held[place] for place in wanted if place in held}
@@ -127,7 +127,7 @@ def choose(
         )
     if skips:  # what has no predictor of lead 0 goes by that of `lead`
         entries |= {(lead, i): held[lead, i] for i in range(lead, spec.layers) if (0, i) not in held}
-    size = _bytes(shape, entries, DTYPES[manifest.dtype].itemsize)
+    size = _bytes(shape, entries, manifest.dtype)
     if ranks is not None:  # what they were trained to find
         told = [entry.metrics["density"] for entry in entries.values() if entry.metrics and "density" in entry.metrics]
         ranks = round(float(np.mean(told)), 3) if told else ranks
@@ -146,13 +146,13 @@ def _wanted(layers: int, lead: int, skip_lead: int, *, skips: bool, places: bool
     return list(dict.fromkeys(wanted))
 
 
-def _bytes(shape: Shape, entries: Mapping[Place, Entry], itemsize: int) -> int:
+def _bytes(shape: Shape, entries: Mapping[Place, Entry], dtype: str = "float16") -> int:
     """On the device; copies of one layer with equal bits are there once."""
     gates = [(entry.layer, entry.form.bits) for entry in entries.values() if entry.form.kind == "gate"]
     spared = [bits for layer, bits in gates] + [-bits for layer, bits in set(gates)]
     copy = {bits: shape.matrices * lowbit_bytes(shape.ffn, shape.hidden, bits) for bits in BITS}
     twice = sum(copy[bits] if bits > 0 else -copy[-bits] for bits in spared)
-    return sum(form_bytes(shape, entry.form, itemsize) for entry in entries.values()) - twice
+    return sum(form_bytes(shape, entry.form, dtype) for entry in entries.values()) - twice
 
 
 class Predictors:
@@ -221,7 +221,11 @@ def load_predictors(
         own = {name: array for name, array in arrays.items() if name != "histogram" and name not in shared}
         if form.reads == "stream" and form.is_shifted and (bias := bias_of(layer - lead)) is not None:
             own["shift"] = own["shift"] - bias
-        params[place] = {**shared, **{name: send(np.asarray(array)) for name, array in own.items()}}
+        try:
+            own = on_device(own, shape, form)
+        except NumericalError as error:
+            raise NumericalError(f"the predictor of layer {layer}, lead {lead}: {error}: train it again") from error
+        params[place] = {**shared, **{name: send(array) for name, array in own.items()}}
     return Predictors(prediction, programs, params, lines)
 
 

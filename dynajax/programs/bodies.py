@@ -66,12 +66,11 @@ def attend_rows(block: AnyAttention, k, v, x, y_cold, positions, *, prefix: int)
 def attend_chunk(block: AnyAttention, k, v, xs, y_cold, row, start, *, prefix: int):
     """The T = y_cold.shape[0] tokens of xs [S,D] from `start` -> xs, h [T,W], and the caches."""
     size = y_cold.shape[0]
-    zero = jnp.zeros((), jnp.int32)
     x = add_ffn(block.spec, jax.lax.dynamic_slice_in_dim(xs, start, size), y_cold)[None]
     where = (start + jnp.arange(size, dtype=jnp.int32))[None, :]
     q, k_new, v_new = block.project(x, where)
     k, v = write_kv(k, k_new, row, start), write_kv(v, v_new, row, start)
-    k_row, v_row = (jax.lax.dynamic_slice(c, (row, zero, zero, zero), (1, prefix, *c.shape[2:])) for c in (k, v))
+    k_row, v_row = (jax.lax.dynamic_slice_in_dim(c, row, 1) for c in (k, v))
     x, h = block.merge(x, block.mix_cached(q, k_row, v_row, where, prefix))
     return jax.lax.dynamic_update_slice_in_dim(xs, x[0], start, axis=0), h[0], k, v
 

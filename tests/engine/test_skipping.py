@@ -1,13 +1,18 @@
 """Skipping in one program, where the CPU backend holds every neuron: what the threads say, and what is counted."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dynajax import Engine
-from dynajax.errors import UsageError
+from dynajax.checkpoint import Checkpoint
+from dynajax.errors import NumericalError, UsageError
+from dynajax.quant import pack
 from hostcompute.ffi import unavailable
+from predictors.folder import Manifest, read_manifest, write_predictors
+from predictors.forms import Entry, Form
 from tests.engine.cases import PROMPT, SPECS
 from tests.engine.planned_cases import CTX, budget, decode, opened
 
@@ -121,6 +126,67 @@ def test_the_plan_holds(models):
         engine.score(TEXT, check=True)
         assert engine.stats()["memory"]["peak_bytes"] <= memory["budget_bytes"] and plan.predictors > 0
         assert abs(memory["plan_bytes"] - memory["peak_bytes"]) <= 0.02 * memory["peak_bytes"]
+
+
+FORMS = (Form(kind="mlp", rank=32), Form(kind="mlp", rank=12), Form(kind="gate", bits=2, rank=32))
+
+
+def trained(folder, model):
+    """A predictor of every form, for the layers in their order; they know nothing."""
+    checkpoint, rng = Checkpoint.open(model), np.random.default_rng(0)
+    spec = checkpoint.spec
+    entries = tuple(Entry(layer=layer, lead=0, form=form) for layer, form in enumerate(FORMS))
+    manifest = Manifest(
+        fingerprint=checkpoint.fingerprint(), layers=spec.layers, hidden=spec.hidden, ffn=spec.ffn, ranks=(),
+        dtype="float16", source="a test", kind="mixed", entries=entries,
+    )  # fmt: skip
+    weights = {
+        key: {name: (0.3 * rng.standard_normal(shape)).astype(kind) for name, (shape, kind) in arrays.items()}
+        for key, arrays in manifest.arrays().items()
+    }
+    return write_predictors(folder, manifest, weights), weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_trained_matrices_are_eight_bits_either_way(models, tmp_path, dtype):
+    """Whatever the weights are: both ways go by one set of scores, and hold and read what was planned."""
+    folder, weights = trained(tmp_path / "p", models["relu"])
+    settings = PREDICTED | {"predictor": str(folder), "dtype": dtype, "set": {"lead": 0}}
+    found = []
+    for which in (whole(models["relu"], **settings), opened(models["relu"], 100, **settings)):
+        with which as engine:
+            parts = engine._parts
+            runner = parts.runner if parts.plans is None else parts.plans.runner
+            found.append((decode(parts, IDS[:, :1], 5), engine.score(TEXT, check=True).counts))
+            held = {place: runner.predictors.arrays(place)[0] for place in parts.prepared.prediction.entries}
+            sent = sum(array.nbytes for params in held.values() for array in params.values())
+            assert sent == parts.prepared.prediction.bytes == parts.prepared.memory.predictors
+            assert sent == parts.prepared.prediction.read_bytes(parts.prepared.spec)
+            floats = sum(array.nbytes for kept in weights.values() for array in kept.values() if array.ndim == 2)
+            codes = sum(held[0, 2][name].nbytes for name in ("codes0", "scales0")) + held[0, 2]["shift"].nbytes
+            narrow = 12 * 96 * 2  # what 12 columns leave as it was
+            assert sent == (floats - narrow) * 17 // 32 + narrow + codes
+            for layer, name in ((0, "fc1"), (0, "fc2"), (1, "fc1"), (2, "narrow"), (2, "wide")):
+                expected = pack(weights[f"000-{layer:03}"][name], 8)
+                np.testing.assert_array_equal(np.asarray(held[0, layer][name]), expected)
+    (one, counts), (threads, others) = found
+    np.testing.assert_allclose(one, threads, rtol=0, atol=2e-5)
+    for name in ("computed", "live", "found"):
+        assert getattr(counts, name).tolist() == getattr(others, name).tolist()
+    assert 0 < counts.computed.sum() < len(TEXT) * 3 * 96
+
+
+def test_a_predictor_beyond_float16_is_refused(models, tmp_path):
+    folder, weights = trained(tmp_path / "p", models["relu"])
+    manifest = replace(read_manifest(folder), dtype="float32")
+    wide = {key: {name: value.astype(np.float32) for name, value in kept.items()} for key, kept in weights.items()}
+    wide["000-001"]["fc1"][2, 7] = 1e6
+    other = write_predictors(tmp_path / "wide", manifest, wide)
+    with (
+        pytest.raises(NumericalError, match="the predictor of layer 1, lead 0: .*within float16: train it again"),
+        whole(models["relu"], predictor=str(other)),
+    ):
+        pass
 
 
 def test_it_is_seen_layer_by_layer_and_not_recorded(models):

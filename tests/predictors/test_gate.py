@@ -150,9 +150,7 @@ def test_mlp(dtype):
     tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype] * np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
     form = Form(kind="mlp", rank=R)
-    assert form_bytes(BASE, form, fc1.dtype.itemsize // 8 * jnp.dtype(dtype).itemsize) == sum(
-        part.nbytes for part in params.values()
-    )
+    assert form_bytes(BASE, form, dtype) == sum(part.nbytes for part in params.values())
     np.testing.assert_array_equal(scores(params, jnp.asarray(x), BASE, form), mlp_scores(params, jnp.asarray(x)))
 
 
