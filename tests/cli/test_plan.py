@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 UNITS = 3 * 64  # of the fixture `model`
 
 
-@pytest.mark.parametrize(("kib", "share"), [(950, 0.5), (1400, 1.0)])
+@pytest.mark.parametrize(("kib", "share"), [(880, 0.5), (1400, 1.0)])
 def test_the_plan_is_the_committed_schema_and_adds_up(command, model, kib, share):
     plan = command("plan", "--model", model, "--ctx", 256, "--vram-budget", f"{kib}KiB", "--json").json("plan")
     device, units = plan["device"], plan["units"]
@@ -28,8 +28,8 @@ def test_the_plan_is_the_committed_schema_and_adds_up(command, model, kib, share
     without_units = plan["plan_bytes"] + device["margin"] - device["pool"]
     if share < 1:
         assert plan["smallest_budget_bytes"] == without_units
-    else:  # with so little the programs are others, that call the host
-        assert 0 <= plan["smallest_budget_bytes"] - without_units < 1024
+    else:  # with so little the programs are others, that call the host and take narrow chunks
+        assert plan["smallest_budget_bytes"] < without_units
     assert (plan["host"]["units"] == 0) == (share == 1)
 
 

@@ -7,10 +7,13 @@ import pytest
 from dynajax import Engine
 from dynajax.config import EngineConfig
 from dynajax.engine import plan_for
+from dynajax.engine.largest import unseen_bytes
 from dynajax.engine.layout import compiled_for
 from dynajax.errors import FitError, UsageError
 from dynajax.programs import Shapes
 from tests.engine.cases import PROMPT, SPECS
+
+LONG = (PROMPT * 8)[:130]  # with a chunk of the widest kind
 
 
 def plan(folder, **config):
@@ -19,7 +22,7 @@ def plan(folder, **config):
 
 def figures(folder, budget, **config):
     with Engine.from_pretrained(str(folder), vram_budget=budget, ctx=256, **config) as engine:
-        return engine.generate(PROMPT, max_new_tokens=4).to_json()["memory"]
+        return engine.generate(LONG, max_new_tokens=4).to_json()["memory"]
 
 
 def assert_holds(memory: dict[str, int]) -> None:
@@ -61,7 +64,8 @@ def test_no_program_has_more_scratch_than_was_planned(mode, batch):
     kinds += [("attend_chunk", 8, prefix) for prefix in (256, 512)]
     kinds += [("hot_chunk", 8, 12), ("hot_chunk", 8, 96), ("load_chunk", 8)]
     found = {kind: programs.temp_bytes(*kind) for kind in kinds}
-    assert max(found.values()) <= planned <= 1.01 * max(found.values()), found
+    largest = max(found.values())
+    assert largest <= planned <= 1.01 * largest + unseen_bytes(shapes, mode), found
 
 
 def test_a_planted_array_breaks_the_budget(models):
@@ -69,7 +73,7 @@ def test_a_planted_array_breaks_the_budget(models):
     whole = plan(models["relu"])
     with Engine.from_pretrained(str(models["relu"]), vram_budget=whole.plan_bytes, ctx=256) as engine:
         planted = jnp.zeros(2**18, jnp.float32)
-        memory = engine.generate(PROMPT, max_new_tokens=2).to_json()["memory"]
+        memory = engine.generate(LONG, max_new_tokens=2).to_json()["memory"]
         with pytest.raises(AssertionError):
             assert_holds(memory)
         del planted

@@ -52,11 +52,11 @@ def test_the_threads_say_the_same(models, name, dtype, skip_lead):
             result = engine.generate(list(PROMPT), max_new_tokens=NEW, ignore_eos=True)
             found.append((logits, result, engine.score(TEXT, check=True), engine.stats(), parts.pool.slots))
     one, threads = found
-    np.testing.assert_allclose(one[0], threads[0], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(one[0], threads[0], rtol=1e-6, atol=2e-5)  # they add up in another order
     assert one[1].token_ids == threads[1].token_ids
     assert one[1].units == threads[1].units and one[1].units.recall is not None and one[1].units.hot_share == 1
     assert 0 < one[1].units.density < (0.7 if name == "silu" else 0.6)
-    np.testing.assert_allclose(one[2].logprobs, threads[2].logprobs, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(one[2].logprobs, threads[2].logprobs, rtol=1e-6, atol=2e-5)
     for counts in ("computed", "live", "found"):
         assert getattr(one[2].counts, counts).tolist() == getattr(threads[2].counts, counts).tolist()
     assert (one[3]["host_mode"], threads[3]["host_mode"]) == ("resident", "threads")
@@ -122,7 +122,8 @@ def test_the_plan_holds(models):
             assert engine.stats()["host_mode"] == mode
             assert memory["peak_bytes"] <= memory["budget_bytes"]
     with whole(models["relu"]) as engine:
-        memory, plan = engine.generate(list(PROMPT), max_new_tokens=3).memory, engine._parts.prepared.memory
+        long = (PROMPT * 8)[:130]  # with a chunk of the widest kind
+        memory, plan = engine.generate(long, max_new_tokens=3).memory, engine._parts.prepared.memory
         engine.score(TEXT, check=True)
         assert engine.stats()["memory"]["peak_bytes"] <= memory["budget_bytes"] and plan.predictors > 0
         assert abs(memory["plan_bytes"] - memory["peak_bytes"]) <= 0.02 * memory["peak_bytes"]
