@@ -12,14 +12,15 @@ the engine's default). us a layer more than with everything on the device, of th
 median; at most 250 of the fastest tenth. Decoding must take no device memory: neither in use after the last step nor at
 the peak more than after the first.
 threads: --threads-list, and two threads beside one and two processes that never wait, with the first of --sparsities.
-Tokens per second of whole rounds. `kept` is that speed per CPU that the system owes the engine (CPUs are shared alike by
-all that run), against the quiet speed per CPU with as many threads, or as many as there are CPUs: at least 40 %. Per
-CPU second that was really taken tokens are told, too. Neighbours that find a CPU of their own take nothing away: on a
-large machine begin with `taskset -c 0,1`.
+Tokens per second of whole rounds. `kept` is the speed per CPU that the system owes the engine (all that run get alike),
+against the quiet speed per CPU with as many threads, or as many as there are CPUs: at least 40 %. Told as well: tokens
+per CPU second that was really taken. Neighbours that find a CPU of their own take nothing away: on a large machine
+begin with `taskset -c 0,1`.
 batch: tokens/s at --batches and the ratio to the first; no limit.
 
-`row` figures that end in _tok_s, `spread` and the share of the floor are those of `benchmarks.side_by_side`. Exit codes:
-0 every limit was kept; 1 one was not, the measurement stands; 2 nothing was measured: the line says why.
+Speeds, `spread` and the share of the floor are those of `benchmarks.side_by_side`. Engines of a part open side by side:
+their loading and compiling times say nothing. Exit codes: 0 every limit was kept; 1 one was not, the measurement
+stands; 2 nothing was measured, the line says why.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,7 +55,9 @@ PARTS = ("offload", "threads", "batch")
 MOST_US_PER_LAYER, LEAST_KEPT = 250.0, 0.4
 SHARED_THREADS, NEIGHBOURS = 2, (1, 2)
 FRACTIONS = {"half": 0.5, "none": 0.0}  # of the units on the device
-BUSY = "import os\nparent = os.getppid()\nprint(flush=True)\nwhile os.getppid() == parent:\n for _ in range(10**6): pass"
+BUSY = (
+    "import os\nparent = os.getppid()\nprint(flush=True)\nwhile os.getppid() == parent:\n for _ in range(10**6): pass"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +90,7 @@ class Setup:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(NamedTuple):
     """A figure and what was asked of it."""
 
     name: str
@@ -101,7 +103,7 @@ Part = tuple[list[Round], list[Check]]
 
 
 @contextmanager
-def neighbours(count: int) -> Iterator[None]:
+def neighbours(count: int) -> Generator[None]:
     """So many processes that never wait, while the context lasts; they end with this process, too."""
     busy = [subprocess.Popen((sys.executable, "-c", BUSY), stdout=subprocess.PIPE) for _ in range(count)]
     try:
@@ -117,19 +119,22 @@ def neighbours(count: int) -> Iterator[None]:
 
 def rows_of(setup: Setup, part: str, turns: Sequence[tuple[Turn, Task]]) -> list[Round]:
     """A row for every turn, in their order, the first one's tokens being those that others are held against."""
-    args, together = setup.args, not setup.args.apart and fit_together(list(engines_of(turns)))
+    args = setup.args
+    engines = {turn.contender.name: turn.contender for turn, _ in turns}
+    together = not args.apart and fit_together(list(engines.values()))
     print(f"{part}: {'together' if together else 'one after the other'} in memory", file=sys.stderr)
 
     def on_round(number: int, one: Turn, found: Round) -> None:
         step_ms = 1e3 * float(np.median(found["step_s"]))
         print(f"round {number + 1} of {args.rounds} {one.name:28} {step_ms:8.2f} ms a step", file=sys.stderr)
 
-    found = take_turns([turn for turn, _ in turns], args.rounds, setup.band, on_round, together=together)
-    first, rows = turns[0][1], []
+    asked = [turn for turn, _ in turns]
+    found = take_turns(asked, args.rounds, setup.band, on_round, together=together, at_once=together)
+    first, rows = turns[0], []
     for turn, task in turns:
         rounds = found[turn.name]
-        own = rounds if task.batch != first.batch else found[turns[0][0].name]
-        row = row_of(turn.contender, rounds, own, task, setup.band.best_gb_s)
+        like = rounds if task.batch != first[1].batch else found[first[0].name]  # whose tokens can be compared
+        row = row_of(turn.contender, rounds, like, task, setup.band.best_gb_s)
         steps = np.concatenate([one["step_s"] for one in rounds])
         cpu_s, tokens = sum(one["step_cpu_s"] for one in rounds), task.batch * len(steps)
         rows.append(
@@ -141,11 +146,6 @@ def rows_of(setup: Setup, part: str, turns: Sequence[tuple[Turn, Task]]) -> list
             }
         )  # fmt: skip
     return rows
-
-
-def engines_of(turns: Sequence[tuple[Turn, Task]]) -> Iterator[Contender]:
-    """Every process that the turns need, once."""
-    yield from {turn.contender.name: turn.contender for turn, _ in turns}.values()
 
 
 # --- the parts ---
@@ -172,17 +172,15 @@ def offload(setup: Setup) -> Part:
 
 def offload_checks(row: Round, resident: Round, layers: int) -> list[Check]:
     """Whether a row took no device memory, and how much it is behind `resident`, which is written into it."""
-    checks = [Check(name=f"{row['name']}: bytes of the device that decoding took", value=row["grown_bytes"], limit=0,
-                    ok=row["grown_bytes"] == 0)]  # fmt: skip
+    taken = row["grown_bytes"]
+    checks = [Check(f"{row['name']}: bytes of the device that decoding took", taken, 0, taken == 0)]
     for figure in ("p10", "median"):
         behind_s = row[f"{figure}_step_s"] - resident[f"{figure}_step_s"]
         row[f"{figure}_us_per_layer_more"] = 1e6 * behind_s / layers
     if row is not resident:
         more = row["p10_us_per_layer_more"]
-        checks.append(
-            Check(name=f"{row['name']}: us a layer more, p10", value=more, limit=MOST_US_PER_LAYER,
-                  ok=more <= MOST_US_PER_LAYER)
-        )  # fmt: skip
+        kept = more <= MOST_US_PER_LAYER
+        checks.append(Check(f"{row['name']}: us a layer more, p10", more, MOST_US_PER_LAYER, kept))
     return checks
 
 
@@ -216,9 +214,7 @@ def threads_checks(rows: Sequence[Round], beside: Sequence[int], cpus: int) -> l
         kept = row["round_tok_s"] / owed / (quiet[like] / like)
         row |= {"neighbours": busy, "cpus_owed": owed, "kept": kept}
         if busy or count > cpus:
-            checks.append(
-                Check(name=f"{row['name']}: speed kept per CPU", value=kept, limit=LEAST_KEPT, ok=kept >= LEAST_KEPT)
-            )
+            checks.append(Check(f"{row['name']}: speed kept per CPU", kept, LEAST_KEPT, kept >= LEAST_KEPT))
     return checks
 
 
@@ -281,11 +277,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             checks += found[1]
     finally:
         band.close()
-    on = [row.pop("on") for row in rows][0]
+    on = [row.pop("on") for row in rows]
     shape = {"layers": spec.layers, "hidden": spec.hidden, "ffn": spec.ffn}
-    told = [{"name": one.name, "value": one.value, "limit": one.limit, "ok": one.ok} for one in checks]
-    return {**here, **on, "model": args.model, **shape, "rounds": args.rounds, "read_gb_s": band.best_gb_s,
-            "checks": told, "rows": rows}  # fmt: skip
+    return {**here, **on[0], "model": args.model, **shape, "rounds": args.rounds, "read_gb_s": band.best_gb_s,
+            "checks": [check._asdict() for check in checks], "rows": rows}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 from dynajax.benching.probe import facts
 from dynajax.benching.session import open_session
 from dynajax.benching.worker import Opened, serve
+from dynajax.budget import unit_bytes
 from dynajax.config import EngineConfig
-from dynajax.engine import plan_for
+from dynajax.engine.planning import foresee
 
 
 def open_share(settings: dict[str, Any]) -> Opened:
@@ -18,8 +19,10 @@ def open_share(settings: dict[str, Any]) -> Opened:
     if share == 0:
         settings["policy"] = "none"
     elif share < 1:
-        plan = plan_for(model, EngineConfig(**settings))
-        settings["vram_budget"] = plan.smallest_budget_bytes + int(share * plan.pool)
+        bare = foresee(model, EngineConfig(**settings, policy="none"))
+        memory, unit = bare.memory, unit_bytes(bare.spec, bare.programs.shapes.dtype)
+        settings["vram_budget"] = memory.smallest_budget_bytes + int(share * memory.units_total) * unit
+        settings["host_mode"] = bare.host_mode  # what auto would find, after trying to hold all units
     opened = open_session({"model": model, **settings})
     return replace(opened, row=opened.row | {"on": facts()})
 
