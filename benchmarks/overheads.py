@@ -148,9 +148,6 @@ def rows_of(setup: Setup, part: str, turns: Sequence[tuple[Turn, Task]]) -> list
     return rows
 
 
-# --- the parts ---
-
-
 def offload(setup: Setup) -> Part:
     """Units on the host against all on the device."""
     rows, checks = [], []
@@ -233,9 +230,6 @@ def batch(setup: Setup) -> Part:
             row["times_first"] = row["decode_tok_s"] / found[0]["decode_tok_s"]
         rows += found
     return rows, []
-
-
-# --- the command ---
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
