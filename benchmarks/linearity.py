@@ -1,30 +1,33 @@
 """How the time of a token grows with length, layers and FFN width, and of a prompt with its length: a line, or not.
 
     python -m benchmarks.linearity
-    python -m benchmarks.linearity --sweeps length prompt --repeat 40 --plot linearity.png
+    python -m benchmarks.linearity --sweeps length prompt --repeat 40 --plot linearity.svg
 
 Small random ReLU models with all on the device. All points of a sweep take turns; the best of each counts, so that a
 busy moment hits them all and hides from none. A line is fitted by least squares; what is told of it is the largest
 residual, as a share of the time there. length: a step with so many tokens before and including it (the cache is read
-in prefixes of 256, 512, 1024, ...: a staircase). Ends in one line of JSON; `--plot` needs matplotlib (dynajax[plot]).
+in prefixes of 256, 512, 1024, ...: a staircase). Ends in one line of JSON, which
+`benchmarks.results_page` shows and draws; `--plot` needs matplotlib (dynajax[plot]).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.results_page import Run
+from benchmarks.results_plots import draw
 from dynajax.benching.bandwidth import seconds
 from dynajax.benching.machine import machine
 from dynajax.config import EngineConfig, ModelSpec
@@ -33,9 +36,10 @@ from dynajax.testing import make_checkpoint
 from hostcompute import default_threads
 
 BASE = ModelSpec(
-    layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, head_dim=64, vocab=4096, dtype="float16", max_positions=2048,
+    layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, head_dim=64, vocab=4096, dtype="float16", max_positions=4096,
 )  # fmt: skip
-LENGTHS = (64, 128, 256, 512, 1024, 2048)
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+PROMPTS = LENGTHS[:-1]  # the longest takes longer than all others together
 LAYERS = (2, 4, 8, 16)
 WIDTHS = (1024, 2048, 4096, 8192)
 SHORT_CTX = 256  # of models that are asked at position 0 only
@@ -89,8 +93,9 @@ def best_of(calls: Sequence[Callable[[], None]], repeat: int) -> list[npt.NDArra
 def points(sweep: str, open_model: Callable[[ModelSpec, int], Parts]) -> dict[int, Callable[[], None]]:
     """{x: what is timed there}."""
     if sweep in ("length", "prompt"):
-        parts, call = open_model(BASE, LENGTHS[-1]), step if sweep == "length" else prompt
-        return {length: partial(call, parts, length - (sweep == "length")) for length in LENGTHS}
+        lengths, call = (LENGTHS, step) if sweep == "length" else (PROMPTS, prompt)
+        parts = open_model(BASE, lengths[-1])
+        return {length: partial(call, parts, length - (sweep == "length")) for length in lengths}
     specs = {x: replace(BASE, **{sweep: x}) for x in (LAYERS if sweep == "layers" else WIDTHS)}
     return {x: partial(step, open_model(spec, SHORT_CTX), 0) for x, spec in specs.items()}
 
@@ -130,20 +135,6 @@ def show(found: dict[str, Any]) -> None:
     )
 
 
-def plot(sweeps: Sequence[dict[str, Any]], out: Path, figures: Any) -> None:
-    """A picture with a panel a sweep: best times, medians and the line."""
-    drawn = figures.Figure(figsize=(4.5 * len(sweeps), 4), layout="constrained")
-    for axes, found in zip(drawn.subplots(1, len(sweeps), squeeze=False)[0], sweeps, strict=True):
-        x = np.array([row["x"] for row in found["rows"]])
-        line = found["line"]
-        axes.plot(x, [1e3 * row["median_s"] for row in found["rows"]], "o", color="#c9dcf0", label="median")
-        axes.plot(x, [1e3 * row["best_s"] for row in found["rows"]], "o", color="#1f5fa8", label="best")
-        axes.plot(x, 1e3 * (line["slope_s"] * x + line["intercept_s"]), color="#c8402f", label="line")
-        axes.set(xlabel=found["sweep"], ylabel="ms", ylim=(0, None))
-        axes.legend()
-    drawn.savefig(out, dpi=110)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("length", "prompt", "layers", "ffn")
@@ -151,23 +142,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=40)
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg")
     args = parser.parse_args(argv)
     if args.repeat < 1:
         parser.error(f"--repeat must be >= 1, got {args.repeat}")
-    try:
-        figures = None if args.plot is None else importlib.import_module("matplotlib.figure")
-    except ImportError:
+    if args.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install dynajax[plot]")
     sweeps = []
     for sweep in args.sweeps:
         sweeps.append(measure(sweep, args.repeat, args.threads, args.dtype))
         show(sweeps[-1])
-    if figures is not None:
-        plot(sweeps, args.plot, figures)
     base = {name: getattr(BASE, name) for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")}
-    print(json.dumps({**machine(), "threads": args.threads, "dtype": args.dtype, "base": base,
-                      "repeat": args.repeat, "sweeps": sweeps}))  # fmt: skip
+    told = {**machine(), "threads": args.threads, "dtype": args.dtype, "base": base, "repeat": args.repeat,
+            "sweeps": sweeps}  # fmt: skip
+    if args.plot is not None:
+        draw(Run("linearity", told), args.plot)
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -210,6 +210,40 @@ def simulated(run: Run) -> str:
     return f"{told['points']} decoding speeds; {error}, {orders}.\n\n{markdown(heads, rows)}"
 
 
+def lines(run: Run) -> str:
+    """Sweeps of `linearity`."""
+    heads = ("time against", "from", "to", "us each", "ms at 0", "worst residual", "r2")
+    rows = [
+        (found["sweep"], str(found["rows"][0]["x"]), str(found["rows"][-1]["x"]),
+         f"{1e6 * found['line']['slope_s']:.3f}", f"{1e3 * found['line']['intercept_s']:.3f}",
+         percent(found["line"]["worst_residual"]), f"{found['line']['r2']:.4f}")
+        for found in run.told["sweeps"]
+    ]  # fmt: skip
+    base = ", ".join(f"{name} {value}" for name, value in run.told["base"].items())
+    said = (
+        f"Random ReLU models ({base}, {run.told['dtype']}), {run.told['threads']} threads; a line through the best of"
+    )
+    return f"{said}\n{run.told['repeat']} times.\n\n{markdown(heads, rows)}"
+
+
+def overheads(run: Run) -> str:
+    """Rows of `overheads`."""
+    heads = ("what", "decode tok/s, median", "p10 ms a step", "tok per CPU second", "us a layer more, p10", "median",
+             "bytes taken", "kept per CPU", "times the first")  # fmt: skip
+    rows = []
+    for row in run.rows:
+        extra = [("p10_us_per_layer_more", ".0f"), ("median_us_per_layer_more", ".0f"), ("grown_bytes", "d")]
+        behind = [format(row[key], form) if row["part"] == "offload" else "" for key, form in extra]
+        kept, times = percent(row["kept"]) if "kept" in row else "", row.get("times_first")
+        speeds = (f"{row['decode_tok_s']:.1f}", f"{1e3 * row['p10_step_s']:.2f}", f"{row['tok_per_cpu_s']:.1f}")
+        rows.append((row["name"], *speeds, *behind, kept, "" if times is None else f"{times:.2f}"))
+    lost = [check for check in run.told["checks"] if not check["ok"]]
+    verdict = "; ".join(f"**{one['name']}: {one['value']:.2f}, limit {one['limit']:g}**" for one in lost)
+    first = run.rows[0]
+    said = f"`{first['model']}`, {first['dtype']}, {first['prompt_tokens']} tokens of prompt"
+    return f"{said}, {first['new_tokens']} that follow. {verdict or 'Every limit was kept'}.\n\n{markdown(heads, rows)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """What is shown of a kind."""
@@ -224,6 +258,8 @@ SECTIONS = {
     "bench": Section("Policies against each other", engines, drawn=True),
     "kernel": Section("The host's row kernel", kernels, drawn=True),
     "instructions": Section("Instructions of the host's kernels", counts),
+    "overheads": Section("What offloading, threads and batches cost", overheads),
+    "linearity": Section("Time against length, layers and width", lines, drawn=True),
     "predictors": Section("Predictors", predictors),
     "gpu_check": Section("What the engine relies on", stages),
     "simulator": Section("The simulator beside the engine", simulated, drawn=True),

@@ -56,19 +56,40 @@ def errors(run: Run, drawn: Any) -> None:
     axes.legend(frameon=False)
 
 
+def sweeps(run: Run, drawn: Any) -> None:
+    """A panel a sweep: best times, medians and the line through the best."""
+    for axes, found in zip(
+        drawn.subplots(1, len(run.told["sweeps"]), squeeze=False)[0], run.told["sweeps"], strict=True
+    ):
+        x, line = [row["x"] for row in found["rows"]], found["line"]
+        axes.plot(x, [1e3 * row["median_s"] for row in found["rows"]], "o", color=PALE, label="median")
+        axes.plot(x, [1e3 * row["best_s"] for row in found["rows"]], "o", color=OURS, label="best")
+        fitted = [1e3 * (line["slope_s"] * value + line["intercept_s"]) for value in x]
+        axes.plot(x, fitted, color=THEIRS, label="line")
+        axes.set(xlabel=found["sweep"], ylabel="ms", ylim=(0, None))
+        axes.legend(frameon=False)
+
+
 DRAWN: dict[str, Callable[[Run, Any], None]] = {
     "side_by_side": speeds, "bench": speeds, "kernel": rates, "simulator": errors,
+    "linearity": sweeps,
 }  # fmt: skip
+
+
+def draw(run: Run, out: Path) -> None:
+    """The plot of one run, as a file of the kind that its name ends with. ModuleNotFoundError: no matplotlib."""
+    plots, figures = importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure")
+    with plots.rc_context(STYLE):
+        drawn = figures.Figure(figsize=(9, 1.2 + 0.3 * max(6, min(12, len(run.rows)))), layout="constrained")
+        DRAWN[run.kind](run, drawn)
+        drawn.savefig(out, metadata={"Date": None})
 
 
 def draw_all(runs: Sequence[Run], folder: Path) -> None:
     """FOLDER/NAME.svg of every run; plots of runs that are gone are removed. ModuleNotFoundError: no matplotlib."""
-    plots, figures = importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure")
+    importlib.import_module("matplotlib")  # before anything is removed
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.svg"):
         path.unlink()
     for run in runs:
-        with plots.rc_context(STYLE):
-            drawn = figures.Figure(figsize=(9, 1.2 + 0.3 * max(6, min(12, len(run.rows)))), layout="constrained")
-            DRAWN[run.kind](run, drawn)
-            drawn.savefig(folder / f"{run.name}.svg", metadata={"Date": None})
+        draw(run, folder / f"{run.name}.svg")

@@ -39,19 +39,19 @@ from benchmarks.make_checkpoint import FIRST_TOPIC_ID, topic_ids
 from dynajax.benching.bandwidth import Bandwidth
 from dynajax.benching.children import Contender
 from dynajax.benching.machine import machine
-from dynajax.benching.rounds import Tokens, fit_together, measure, row_of, table
+from dynajax.benching.rounds import Task, Tokens, fit_together, measure, row_of, table
 from dynajax.checkpoint import read_spec
 from dynajax.errors import DynajaxError, UsageError
 from dynajax.model_folder import model_folder
 from hostcompute import default_threads
 
 
-def tokens_of(setup: Setup, seed: int) -> Tokens:
+def tokens_of(task: Task, vocab: int, seed: int) -> Tokens:
     """Prompts [B, T] and what follows them [N, B]; each row keeps mostly to a topic of its own."""
-    if setup.spec.vocab <= FIRST_TOPIC_ID:
-        raise UsageError(f"the vocabulary must have more than {FIRST_TOPIC_ID} tokens, got {setup.spec.vocab}")
-    ids = topic_ids(np.random.default_rng(seed), setup.batch, setup.ctx, setup.spec.vocab)
-    prompt = setup.prompt_tokens
+    if vocab <= FIRST_TOPIC_ID:
+        raise UsageError(f"the vocabulary must have more than {FIRST_TOPIC_ID} tokens, got {vocab}")
+    ids = topic_ids(np.random.default_rng(seed), task.batch, task.ctx, vocab)
+    prompt = task.prompt_tokens
     return ids[:, :prompt].tolist(), ids[:, prompt:].T.tolist()
 
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """The result. DynajaxError: something is missing or refused."""
     setup = setup_of(args, scratch)
     contenders = [contender(name, setup) for name in args.engines]
-    tokens = tokens_of(setup, args.seed)
+    tokens = tokens_of(setup, setup.spec.vocab, args.seed)
     together = fit_together(contenders)
     print("together in memory" if together else "one after the other in memory", file=sys.stderr)
 

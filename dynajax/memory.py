@@ -34,6 +34,11 @@ class PeakMeter:
         self._arrays_bytes = max(self._arrays_bytes, alive)
         return alive
 
+    def in_use(self) -> int:
+        """Bytes in use now: of the whole process where the allocator knows, else of the arrays that `sample` sees."""
+        stats = self._device.memory_stats() or {}
+        return int(stats["bytes_in_use"]) if "bytes_in_use" in stats else self.sample()
+
     def peak_bytes(self, max_temp_bytes: int) -> int:
         """The peak so far."""
         stats = self._device.memory_stats()

@@ -31,6 +31,15 @@ def test_a_planted_array_is_seen(meter):
     del one, two
 
 
+def test_what_is_in_use_is_the_allocators_word_or_what_is_alive(meter):
+    array = planted()
+    assert meter.in_use() == array.nbytes
+    del array
+    assert meter.in_use() == 0
+    device = SimpleNamespace(platform="cpu", memory_stats=lambda: {"bytes_in_use": 7, "peak_bytes_in_use": 9})
+    assert PeakMeter(device).in_use() == 7
+
+
 def test_the_peak_outlives_its_arrays(meter):
     array = planted(3)
     meter.sample()

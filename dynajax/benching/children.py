@@ -36,10 +36,13 @@ class Contender:
 class Child:
     """A contender's process; stopped (SIGSTOP) whenever nobody waits for it, so that it disturbs no other.
 
-    DynajaxError: the engine refuses to open. RuntimeError: it ended.
+    DynajaxError: the engine refuses to open. RuntimeError: it ended. Not `wait`: it opens meanwhile; `opened` is there
+    after `ready`, which raises these.
     """
 
-    def __init__(self, contender: Contender):
+    opened: dict[str, Any]
+
+    def __init__(self, contender: Contender, *, wait: bool = True):
         self.contender = contender
         self._process = subprocess.Popen(
             contender.command,
@@ -50,20 +53,30 @@ class Child:
             process_group=0,
         )  # a group of its own: Ctrl-C is for the parent, which ends its children
         try:
-            self.opened = self._ask(contender.settings)
+            self._tell(contender.settings)
+            if wait:
+                self.ready()
         except BaseException:
             self.close()
             raise
 
+    def ready(self) -> None:
+        """Wait until it is open."""
+        self.opened = self._answer()
+
     def round(self, prompts: list[list[int]], following: list[list[int]]) -> dict[str, Any]:
         """One round of `worker.run_round`."""
         self._process.send_signal(signal.SIGCONT)
-        return self._ask({"prompts": prompts, "following": following})
+        self._tell({"prompts": prompts, "following": following})
+        return self._answer()
 
-    def _ask(self, line: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def _tell(self, line: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(line) + "\n")
         self._process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"{self.contender.name} ended with code {self._process.wait()}: its messages are above")

@@ -7,7 +7,7 @@ has one in turn, the others are halted meanwhile. The first round of each warms 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,63 @@ def counted(child: Child, tokens: Tokens, before: Round | None) -> Round:
     return found | {"load_s": child.opened["load_s"], "opened": child.opened}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What comes once a round: an engine with its tokens, and what is there beside it while it runs."""
+
+    name: str
+    contender: Contender
+    tokens: Tokens
+    beside: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def take_turns(
+    turns: Sequence[Turn],
+    rounds: int,
+    band: Bandwidth,
+    on_round: Callable[[int, Turn, Round], None],
+    *,
+    together: bool,
+    at_once: bool = False,
+) -> dict[str, list[Round]]:
+    """Counted rounds by the turns' names; turns of one contender share its process. `on_round` is told of each and may
+    raise.
+
+    Not together: only one is in memory at a time, loaded again and warmed up for every round. At once: all open side
+    by side, which is quicker than one after the other; how long each took says nothing then.
+    """
+    found: dict[str, list[Round]] = {one.name: [] for one in turns}
+    with ExitStack() as open_children:
+        children: dict[str, tuple[Child, Round]] = {}
+        if at_once:
+            assert together, "what opens at once is in memory together"
+            children = opened_at_once(turns, open_children)
+        for number in range(rounds):
+            for one in turns:
+                band.look()
+                name = one.contender.name
+                with ExitStack() as mine:
+                    if name not in children:
+                        child = (open_children if together else mine).enter_context(Child(one.contender))
+                        children[name] = child, counted(child, one.tokens, None)
+                    child, warm = children[name]
+                    with one.beside():
+                        found[one.name].append(counted(child, one.tokens, warm))
+                if not together:
+                    del children[name]
+                on_round(number, one, found[one.name][-1])
+    return found
+
+
+def opened_at_once(turns: Sequence[Turn], stack: ExitStack) -> dict[str, tuple[Child, Round]]:
+    """The turns' engines by name, warmed up; their processes open side by side and end with the stack."""
+    first = {one.contender.name: one for one in reversed(turns)}
+    started = {name: stack.enter_context(Child(one.contender, wait=False)) for name, one in first.items()}
+    for child in started.values():
+        child.ready()
+    return {name: (child, counted(child, first[name].tokens, None)) for name, child in started.items()}
+
+
 def measure(
     contenders: Sequence[Contender],
     tokens: Tokens,
@@ -66,26 +123,13 @@ def measure(
     *,
     together: bool,
 ) -> dict[str, list[Round]]:
-    """Counted rounds by name, all engines in turn; `on_round` is told of each and may raise.
+    """Counted rounds by name, all engines in turn with the same tokens; see `take_turns`."""
+    turns = [Turn(name=one.name, contender=one, tokens=tokens) for one in contenders]
 
-    Not together: only one is in memory at a time, loaded again and warmed up for every round.
-    """
-    found: dict[str, list[Round]] = {one.name: [] for one in contenders}
-    with ExitStack() as open_children:
-        children: dict[str, tuple[Child, Round]] = {}
-        for turn in range(rounds):
-            for one in contenders:
-                band.look()
-                with ExitStack() as mine:
-                    if one.name not in children:
-                        child = (open_children if together else mine).enter_context(Child(one))
-                        children[one.name] = child, counted(child, tokens, None)
-                    child, warm = children[one.name]
-                    found[one.name].append(counted(child, tokens, warm))
-                if not together:
-                    del children[one.name]
-                on_round(turn, one, found[one.name][-1])
-    return found
+    def tell(number: int, one: Turn, found: Round) -> None:
+        on_round(number, one.contender, found)
+
+    return take_turns(turns, rounds, band, tell, together=together)
 
 
 def row_of(one: Contender, rounds: Sequence[Round], first: Sequence[Round], task: Task, gb_s: float | None) -> Round:
@@ -124,7 +168,8 @@ def row_of(one: Contender, rounds: Sequence[Round], first: Sequence[Round], task
                   "floor_bytes": floor_bytes, "agreement": _agreement(last["chosen"], first[-1]["chosen"]),
                   "version": known.get("version"), "host_mode": known.get("host_mode"),
                   "budget": known.get("budget"), "note": known.get("note"), "density": last.get("density"),
-                  "migrated_bytes": last.get("migrated_bytes"), "memory": last.get("memory")}  # fmt: skip
+                  "migrated_bytes": last.get("migrated_bytes"), "memory": last.get("memory"),
+                  "grown_bytes": max((found.get("grown_bytes", 0) for found in rounds), default=0)}  # fmt: skip
 
 
 def _agreement(chosen: list[list[int]] | None, first: list[list[int]] | None) -> float | None:

@@ -21,6 +21,7 @@ class OwnSession:
     def __init__(self, parts: Parts):
         self._parts, self._position, self._begin = parts, 0, 0
         self._active = np.ones(parts.config.batch, np.bool_)
+        self._held = self._memory()
 
     def prefill(self, prompts: list[list[int]]) -> Logits:
         """All but the last tokens as prompts, and a first step with those."""
@@ -29,9 +30,10 @@ class OwnSession:
         for row, ids in enumerate(prompts):
             parts.stepper.prefill(row, ids[:-1], lambda done, total: None)
         self._position = last
-        logits = self.step([ids[-1] for ids in prompts])
+        logits = self.step([ids[-1] for ids in prompts]).copy()  # the device's own array would count as held
         parts.reset_counters()
         self._begin = self._position
+        self._held = self._memory()
         return logits
 
     def step(self, ids: list[int]) -> Logits:
@@ -41,7 +43,9 @@ class OwnSession:
         return self._parts.stepper.step(np.array(ids, np.int32), positions, self._active)
 
     def facts(self) -> dict[str, Any]:
-        """Compilation so far, where live units were, and the bytes that a step cannot do without."""
+        """Compilation so far, where live units were, the bytes that a step cannot do without, and those of the device
+        that decoding took more than it found: in use now, or at the peak."""
+        grown = max(now - before for now, before in zip(self._memory(), self._held, strict=True))
         units = units_of(self._parts)
         return {
             "compile_s": self._parts.prepared.programs.compile_s,
@@ -51,7 +55,13 @@ class OwnSession:
             "migrated_bytes": units.migrated_bytes,
             "policy": self._parts.policy,
             "memory": self._parts.memory_figures(),
+            "grown_bytes": max(0, grown),
         }
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes of the device in use, and the peak so far."""
+        meter = self._parts.meter
+        return meter.in_use(), meter.peak_bytes(self._parts.prepared.programs.max_temp_bytes)
 
     def _floor_bytes(self, density: float | None) -> float | None:
         """Dense part, keys and values, and of the units what their kind of skipping must read.

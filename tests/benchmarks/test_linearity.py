@@ -1,7 +1,6 @@
 """The fit of `benchmarks.linearity`, and a small run of it."""
 
 import json
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +8,8 @@ import pytest
 
 from benchmarks import linearity
 from benchmarks.linearity import fit_line
+from benchmarks.results_page import Run, page
+from benchmarks.results_plots import draw, sweeps
 
 
 def test_a_line_is_found():
@@ -32,6 +33,7 @@ def test_every_sweep_has_its_points_and_a_line(monkeypatch, capsys):
     small = replace(linearity.BASE, hidden=32, ffn=64, heads=2, kv_heads=2, head_dim=16, vocab=2048)
     monkeypatch.setattr(linearity, "BASE", small)
     monkeypatch.setattr(linearity, "LENGTHS", (16, 32, 64))
+    monkeypatch.setattr(linearity, "PROMPTS", (16, 32, 64))
     monkeypatch.setattr(linearity, "LAYERS", (1, 2))
     monkeypatch.setattr(linearity, "WIDTHS", (64, 96))
     linearity.main(["--repeat", "2"])
@@ -42,36 +44,47 @@ def test_every_sweep_has_its_points_and_a_line(monkeypatch, capsys):
 
 
 def test_a_plot_needs_matplotlib(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(linearity, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        linearity.main(["--plot", str(tmp_path / "a.png")])
+        linearity.main(["--plot", str(tmp_path / "a.svg")])
     assert "dynajax[plot]" in capsys.readouterr().err
 
 
-def test_a_plot_has_a_panel_a_sweep(tmp_path):
+def found():
+    """A result as the benchmark tells it, of two sweeps."""
+    line = {"slope_s": 1e-6, "intercept_s": 2e-3, "worst_residual": 0.05, "r2": 0.99}
+    rows = [{"x": x, "best_s": 2e-3 + 1e-6 * x, "median_s": 4e-3} for x in (64, 4096)]
+    told = [{"sweep": name, "rows": rows, "line": line} for name in ("length", "ffn")]
+    return Run("linearity-here", {"machine": "epyc", "threads": 2, "dtype": "float16", "base": {"layers": 4},
+                                  "repeat": 5, "sweeps": told})  # fmt: skip
+
+
+def test_the_page_shows_the_lines_and_their_plot():
+    text = page([found()])
+    assert "| length | 64 | 4096 | 1.000 | 2.000 | 5 % | 0.9900 |" in text
+    assert "](results/linearity-here.svg)" in text
+
+
+def test_a_plot_has_a_panel_a_sweep():
     drawn = []
 
     class Axes:
-        def plot(self, *args, **how):
-            drawn.append(how["label"])
+        def plot(self, x, y, *args, **how):
+            drawn.append((how["label"], y))
 
         def set(self, **how):
             drawn.append(how["xlabel"])
 
-        def legend(self):
+        def legend(self, **how):
             pass
 
-    class Figure:
-        def __init__(self, **how):
-            pass
+    sweeps(found(), SimpleNamespace(subplots=lambda rows, columns, squeeze: [[Axes() for _ in range(columns)]]))
+    assert [one for one in drawn if isinstance(one, str)] == ["length", "ffn"]
+    assert [label for label, _ in drawn[:3]] == ["median", "best", "line"]
+    assert drawn[1][1] == pytest.approx(drawn[2][1])  # these lie on their line
 
-        def subplots(self, rows, columns, squeeze):
-            return [[Axes() for _ in range(columns)] for _ in range(rows)]
 
-        def savefig(self, out, dpi):
-            out.write_bytes(b"png")
-
-    line = {"slope_s": 1.0, "intercept_s": 0.0, "worst_residual": 0.0, "r2": 1.0}
-    sweep = {"sweep": "ffn", "rows": [{"x": 1, "best_s": 1.0, "median_s": 2.0}], "line": line}
-    linearity.plot([sweep, sweep], tmp_path / "a.png", SimpleNamespace(Figure=Figure))
-    assert drawn == ["median", "best", "line", "ffn"] * 2 and (tmp_path / "a.png").exists()
+def test_the_file_of_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw(found(), tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml") and (tmp_path / "a.svg").stat().st_size < 2**16

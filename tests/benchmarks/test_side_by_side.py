@@ -144,11 +144,11 @@ def test_who_can_keeps_to_the_budget(setup, tmp_path):
 
 
 def test_tokens_are_the_same_for_all(setup):
-    prompts, following = tokens_of(setup, 0)
+    prompts, following = tokens_of(setup, setup.spec.vocab, 0)
     assert np.shape(prompts) == (2, 12) and np.shape(following) == (4, 2)
-    assert (prompts, following) == tokens_of(setup, 0) != tokens_of(setup, 1)
+    assert (prompts, following) == tokens_of(setup, setup.spec.vocab, 0) != tokens_of(setup, setup.spec.vocab, 1)
     with pytest.raises(UsageError, match="more than 512 tokens, got 300"):
-        tokens_of(replace(setup, spec=replace(setup.spec, vocab=300)), 0)
+        tokens_of(setup, 300, 0)
 
 
 # --- children ---
