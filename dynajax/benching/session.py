@@ -75,7 +75,7 @@ class OwnSession:
         spec, shapes, sparsity = prepared.spec, prepared.programs.shapes, prepared.strategy.sparsity
         resident, total = sum(parts.pool.slots), len(spec.unit_layers) * spec.units
         whole = resident * unit_bytes(spec, shapes.dtype) + (total - resident) * unit_bytes(spec, prepared.host_dtype)
-        cached = kv_bytes(spec, shapes.kv_type.name, (self._begin + self._position) // 2, batch)
+        cached = kv_bytes(spec, shapes.kv_name, (self._begin + self._position) // 2, batch)
         fixed = dense_bytes(spec, shapes.dtype) + cached
         if jax.default_backend() != "cpu":
             return None

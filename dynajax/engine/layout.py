@@ -89,6 +89,6 @@ def fixed_bytes(shapes: Shapes, temporaries: int) -> dict[str, int]:
     workspace = budget.workspace_bytes(spec, shapes.ctx, shapes.batch, shapes.chunks[-1])
     return {
         "dense": budget.dense_bytes(spec, shapes.dtype),
-        "kv": budget.kv_bytes(spec, shapes.kv_type.name, shapes.ctx, shapes.batch),
+        "kv": budget.kv_bytes(spec, shapes.kv_name, shapes.ctx, shapes.batch),
         "scratch": workspace + temporaries,
     }

@@ -133,7 +133,7 @@ def load_of(prepared: Prepared) -> Load:
     """The bytes that a token meets in an engine's model."""
     prediction, dtype = prepared.prediction, prepared.programs.shapes.dtype
     weights = Weights(
-        spec=prepared.spec, dtype=dtype, host_dtype=prepared.host_dtype, kv_dtype=prepared.programs.shapes.kv_type.name
+        spec=prepared.spec, dtype=dtype, host_dtype=prepared.host_dtype, kv_dtype=prepared.programs.shapes.kv_name
     )
     layers = prepared.spec.layers
     load = weights.load(prediction.read_bytes(prepared.spec) / layers, round(len(prediction.entries) / layers))

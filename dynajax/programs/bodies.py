@@ -48,7 +48,21 @@ class Told(NamedTuple):
 def write_kv(cache: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array) -> jax.Array:
     """Write new [1,T,KV,H] at one row and positions start..; must fit, XLA would shift it silently."""
     zero = jnp.zeros((), jnp.int32)
-    return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (row, start, zero, zero))
+    return jax.lax.dynamic_update_slice(cache, _as_cached(new, cache.dtype), (row, start, zero, zero))
+
+
+def write_each_kv(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+    """Write new [B,1,KV,H], a token of every row at a position of its own."""
+    zero = jnp.zeros((), jnp.int32)
+    write = jax.vmap(lambda row, token, at: jax.lax.dynamic_update_slice(row, token, (at, zero, zero)))
+    return write(cache, _as_cached(new, cache.dtype), positions)
+
+
+def _as_cached(new: jax.Array, kind: jnp.dtype) -> jax.Array:
+    """In the type of a cache, where uint16 holds the bits of bfloat16."""
+    if kind != jnp.uint16:
+        return new.astype(kind)
+    return jax.lax.bitcast_convert_type(new.astype(jnp.bfloat16), jnp.uint16)
 
 
 def attend_rows(block: AnyAttention, k, v, x, y_cold, positions, *, prefix: int):
@@ -56,9 +70,7 @@ def attend_rows(block: AnyAttention, k, v, x, y_cold, positions, *, prefix: int)
     where = positions[:, None]
     x = add_ffn(block.spec, x, y_cold)[:, None, :]
     q, k_new, v_new = block.project(x, where)
-    for row in range(x.shape[0]):
-        k = write_kv(k, k_new[row : row + 1], jnp.int32(row), positions[row])
-        v = write_kv(v, v_new[row : row + 1], jnp.int32(row), positions[row])
+    k, v = write_each_kv(k, k_new, positions), write_each_kv(v, v_new, positions)
     x, h = block.merge(x, block.mix_cached(q, k, v, where, prefix))
     return x[:, 0], h[:, 0], k, v
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dynajax.models.decoder import RoutingBlock, add_ffn, normed
 from dynajax.models.encoder_decoder import DecoderBlock, EncoderBlock
-from dynajax.programs.bodies import Parts, embed_rows, head, write_kv
+from dynajax.programs.bodies import Parts, embed_rows, head, write_each_kv, write_kv
 from dynajax.programs.mixture_bodies import HostExperts, routed_rows
 
 
@@ -44,9 +44,7 @@ def attend_rows(block: DecoderBlock, k, v, x, y_cold, positions, source, *, pref
     where = positions[:, None]
     x = add_ffn(block.spec, x, y_cold)[:, None, :]
     q, k_new, v_new = block.project(x, where)
-    for row in range(x.shape[0]):
-        k = write_kv(k, k_new[row : row + 1], jnp.int32(row), positions[row])
-        v = write_kv(v, v_new[row : row + 1], jnp.int32(row), positions[row])
+    k, v = write_each_kv(k, k_new, positions), write_each_kv(v, v_new, positions)
     x, h = block.look(x, block.mix(q, k[:, :prefix], v[:, :prefix], where), *source)
     return x[:, 0], h[:, 0], k, v
 

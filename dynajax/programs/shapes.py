@@ -40,8 +40,14 @@ class Shapes:
         return jnp.dtype(unpacked_dtype(self.dtype))
 
     @property
+    def kv_name(self) -> str:
+        """The type of keys and values."""
+        return self.kv_dtype or self.dtype
+
+    @property
     def kv_type(self) -> jnp.dtype:
-        return jnp.dtype(self.kv_dtype or self.dtype)
+        """How they are kept: as a pool is, see `pool_type`."""
+        return jnp.dtype("uint16" if self.kv_name == "bfloat16" else self.kv_name)
 
     @property
     def pool_type(self) -> jnp.dtype:
