@@ -281,7 +281,7 @@ def foresee(model: str, config: EngineConfig, device: Target | None = None) -> P
     prepared = prepare(model, config, folder=folder, fingerprint=fingerprint, device=device)
     if prepared.host_mode != "resident":
         return prepared
-    shapes, spec = prepared.programs.shapes, prepared.spec
+    shapes, spec = replace(prepared.programs.shapes, cheap_chunks=False), prepared.spec
     strategy = resolve_any(config, spec, folder, fingerprint, device.platform)
     layout = lay_out_offloaded(config, strategy, shapes, device, _silent)
     if isinstance(strategy, MixtureStrategy):
