@@ -153,7 +153,10 @@ def test_threads_run_two_programs_a_layer(folders, monkeypatch):
 def test_resident_is_chosen_where_everything_fits_and_by_no_wish_of_the_users(folders):
     plan = plan_for(str(folders["relu"]), EngineConfig(ctx=CTX))
     assert plan.units_resident == plan.units_total and plan.host["units"] == 0
-    for budget, mode in ((plan.budget_bytes, "resident"), (plan.budget_bytes - 1, "ffi"), ("auto", "resident")):
+    tight = plan_for(str(folders["relu"]), EngineConfig(ctx=CTX, vram_budget=plan.budget_bytes - 1))
+    assert tight.plan_bytes < plan.plan_bytes  # narrower chunks of a prompt
+    budgets = (plan.budget_bytes, tight.plan_bytes, tight.plan_bytes - 1, "auto")
+    for budget, mode in zip(budgets, ("resident", "resident", "ffi", "resident"), strict=True):
         with Engine.from_pretrained(str(folders["relu"]), ctx=CTX, vram_budget=budget) as engine:
             assert mode_of(engine) == mode
             assert (engine._parts.prepared.memory.units_resident == plan.units_total) == (mode == "resident")

@@ -1,6 +1,5 @@
 """Tiny models of every family; programs compiled once, and quickly: what they compute counts here, not their speed."""
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,8 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 @pytest.fixture(scope="package", autouse=True)
 def shared_compilation():
-    gc.freeze()  # every engine collects garbage when it opens, and need not walk through all imported modules then
     with shared_programs(QUICK):
         yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
