@@ -56,7 +56,8 @@ def test_the_threads_say_the_same(models, name, dtype, skip_lead):
     assert one[1].token_ids == threads[1].token_ids
     assert one[1].units == threads[1].units and one[1].units.recall is not None and one[1].units.hot_share == 1
     assert 0 < one[1].units.density < (0.7 if name == "silu" else 0.6)
-    np.testing.assert_allclose(one[2].logprobs, threads[2].logprobs, rtol=1e-6, atol=2e-5)
+    atol = 2e-4 if dtype == "bfloat16" else 2e-5  # a key that is nearly between two numbers may become either
+    np.testing.assert_allclose(one[2].logprobs, threads[2].logprobs, rtol=1e-6, atol=atol)
     for counts in ("computed", "live", "found"):
         assert getattr(one[2].counts, counts).tolist() == getattr(threads[2].counts, counts).tolist()
     assert (one[3]["host_mode"], threads[3]["host_mode"]) == ("resident", "threads")
