@@ -1,4 +1,4 @@
-// Softmax; included as kernels_impl.h is, before it. Plain loops that compilers turn into vectors of whatever there is.
+// Softmax and activations; included as kernels_impl.h is, before it. Plain loops that compilers turn into vectors of whatever there is.
 
 namespace {
 
@@ -20,6 +20,23 @@ inline float exp_of(float x) {
   float power;
   std::memcpy(&power, &bits, sizeof power);
   return p * power;
+}
+
+// values become their activation; live: whether it is not zero. The comparisons let a NaN through.
+void activate(float* values, int64_t count, int32_t activation, float threshold, uint8_t* live) {
+  if (activation == silu) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float power = exp_of(values[i] < 0 ? values[i] : -values[i]);
+      values[i] *= (values[i] < 0 ? power : 1.0f) / (1.0f + power);
+    }
+  } else {
+    const bool bare = activation != fatrelu;
+    for (int64_t i = 0; i < count; ++i) {
+      const bool dead = bare ? values[i] <= 0 : values[i] < threshold;
+      values[i] = dead ? 0.0f : values[i];
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) live[i] = values[i] != 0;
 }
 
 void softmax(float* scores, int64_t keys, int count, float* sums) {

@@ -42,12 +42,24 @@ class Dense {
 
  private:
   void activate() {
+    if (plan_.plain()) {
+      for (int64_t t = 0; t < plan_.tokens; ++t)
+        plan_.kernels.activate(h_ + t * rows_, rows_, plan_.call.activation, plan_.call.threshold,
+                               plan_.live + t * plan_.call.count + first_);
+      if (!plan_.has_gate()) tell();
+      return;
+    }
     for (int64_t t = 0; t < plan_.tokens; ++t)
       for (int r = 0; r < rows_; ++r) h_[t * rows_ + r] = plan_.activate(first_ + r, t, h_[t * rows_ + r]);
     if (!plan_.has_gate()) tell();
   }
 
   void multiply_by_up() {
+    if (plan_.plain()) {
+      for (int64_t i = 0; i < plan_.tokens * rows_; ++i) h_[i] = h_[i] == 0 ? 0 : h_[i] * up_[i];
+      tell();
+      return;
+    }
     for (int64_t t = 0; t < plan_.tokens; ++t) {
       for (int r = 0; r < rows_; ++r) {
         float& h = h_[t * rows_ + r];

@@ -4,8 +4,6 @@
 #include "kernels.h"
 #include "pool.h"
 
-enum Activation : int32_t { relu = 0, fatrelu = 1, silu = 2, drelu = 3 };
-
 struct FfnCall {
   const hc_arena& arena;
   const float* x;  // [batch, width]

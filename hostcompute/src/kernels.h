@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+enum Activation : int32_t { relu = 0, fatrelu = 1, silu = 2, drelu = 3 };
+
 constexpr int tile = 4;  // weight rows, and tokens, that one kernel call handles at most
 constexpr int pair = 2;  // packed rows, and tokens, where memory sets the pace
 constexpr int dtypes = 5;
@@ -126,6 +128,8 @@ struct Kernels {
   // scores [keys, count] become exp(score - the largest), of each of up to `tile` queries; sums: of these.
   void (*softmax)(float* scores, int64_t keys, int count, float* sums);
   void (*softmax_more)(const SoftmaxBlock& block);
+  // Of many values; live: whether one is not zero then. Of drelu that of the gate.
+  void (*activate)(float* values, int64_t count, int32_t activation, float threshold, uint8_t* live);
   LowbitPanel lowbit[4][panel_tokens];  // of 1, 2, 4 and 8 bits; then [tokens - 1]
   void (*copy)(void* to, const void* from, int64_t bytes);  // past the caches where the CPU can
   uint64_t (*read_sum)(const void* data, int64_t bytes);

@@ -158,6 +158,7 @@ constexpr Kernels make_kernels(const char* isa) {
           make_gemm(),
           softmax,
           softmax_more,
+          activate,
           {{table_panel<1, 1>, table_panel<1, 2>},
            {table_panel<2, 1>, table_panel<2, 2>},
            {code_panel<4, 1>, code_panel<4, 2>},
