@@ -5,13 +5,13 @@
 
 Every neuron has its own firing probability, so that `--active` of a layer's neurons fire per token and the `--hot`
 share of them covers `--cover` of the activations. Which ones fire depends on token, context and topic (id mod 16).
-How: a constant unit vector, the bias, rides in the residual stream; the embeddings carry it and no layer writes to
-it. Gate row i is random less beta_i times the bias, and beta_i is the quantile that makes it fire as often as it
-should on a forward of random tokens. Layer outputs are scaled to a fixed share of the stream: finite at any depth.
+How: a constant unit vector, the bias, rides in the residual stream; the embeddings carry it and no layer writes to it.
+Gate row i is random less beta_i times the bias, and beta_i is the quantile that makes it fire as often as it should on
+a forward of random tokens. Layer outputs are scaled to a fixed share of the stream: finite at any depth.
 
 The folder is an ordinary Hugging Face one. Beside the weights: `activations.npz`, how often each neuron fired on the
-calibration tokens, and `predictors.safetensors`, per layer fc1 [R,D] and fc2 [F,R] with a relu between, fed with
-the stream before the FFN norm; a logit above 0 means "fires". They know the gate but for its full-rank noise.
+calibration tokens, and `predictors.safetensors`, per layer fc1 [R,D] and fc2 [F,R] with a relu between, fed with the
+stream before the FFN norm; a logit above 0 means "fires". They know the gate but for its full-rank noise.
 
 On 2 cores: tiny 4 s, 1.1b 2 minutes, 7b 10 minutes with 13.5 GB of disk and 4 GB of memory (a layer at a time).
 """
@@ -49,8 +49,7 @@ SHAPES = {
     "70b": _shape(80, 8192, 28672, 64, 8, 32000),
 }
 THETA = Rope().theta
-TOPICS = 16
-FIRST_TOPIC_ID = 512
+TOPICS, FIRST_TOPIC_ID = 16, 512
 ROWS, TOKENS = 8, 96  # of the calibration
 GAIN = 0.25  # RMS of what a half-layer adds, as a share of the stream's
 PREDICTORS = "predictors.safetensors"
@@ -105,9 +104,8 @@ def topic_ids(rng: np.random.Generator, rows: int, tokens: int, vocab: int, stay
     """Random prompts [B,T]: each keeps to its own topic with probability `stay`."""
     ids = rng.integers(FIRST_TOPIC_ID, vocab, (rows, tokens))
     home = rng.integers(0, TOPICS, (rows, 1))
-    keep = rng.random((rows, tokens)) < stay
     at_home = ids - ids % TOPICS + home
-    return np.where(keep & (at_home < vocab), at_home, ids).astype(np.int64)
+    return np.where((rng.random((rows, tokens)) < stay) & (at_home < vocab), at_home, ids).astype(np.int64)
 
 
 @dataclass(slots=True, eq=False)
