@@ -73,7 +73,7 @@ LLAMA_PYTHON ?= $(BIN)/python
 SYNTH := runs/synth-$(BENCH_SHAPE)
 SMALL := smollm2-135m
 LLAMA := $(foreach type,$(BENCH_TYPES),llama.cpp:$(type))
-SIDE_BY_SIDE := OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.side_by_side --llama-python $(LLAMA_PYTHON) $(BENCH_ARGS)
+SIDE_BY_SIDE := $(BIN)/python -m benchmarks.side_by_side --llama-python $(LLAMA_PYTHON) $(BENCH_ARGS)
 
 bench: build bench-check bench-files  ## compare with llama.cpp on a synthetic ReLU model of 1.1B and on smollm2-135m, after bench-deps
 	$(SIDE_BY_SIDE) --model $(SYNTH) --gguf '$(SYNTH)-{}.gguf' --out runs/side_by_side-synth-$(BENCH_SHAPE).json \

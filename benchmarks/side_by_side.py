@@ -8,7 +8,8 @@
 
 How rounds go stands at the head of `dynajax/benching/rounds.py`. best and median are over all single steps of all
 rounds: on a machine that others use, compare the best. CPU ms a step, of all threads together in the best round, is
-what a busy machine disturbs least, as long as an engine sleeps where it waits (OMP_WAIT_POLICY=passive for llama.cpp).
+what a busy machine disturbs least, as long as an engine sleeps where it waits (OMP_WAIT_POLICY=passive for llama.cpp,
+which costs it up to two thirds of its speed).
 The share of the floor is best against best: the bytes that a step must read at the best read bandwidth found between
 the rounds, over the best step; a dense row of this engine is held to all weights, though its kernels leave out the rows
 of down whose activation is zero. Tokens are compared with the first engine's: the share of positions with the same most
