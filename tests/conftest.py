@@ -19,13 +19,14 @@ NO_EMITTERS = "xla_cpu_use_fusion_emitters"
 
 
 def _quick_flags() -> str:
-    """At a flag that it does not know XLA aborts, and this one may go: whether jaxlib's library names it."""
+    """At a flag that it does not know XLA aborts, and a newer one does not know this. The name of a flag ends with a zero
+    in jaxlib's library; of one that is gone it does not."""
     package = importlib.util.find_spec("jaxlib")
     library = Path(package.origin).with_name("libjax_common.so") if package and package.origin else None
     if library is None or not library.is_file():
         return QUICK
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        return f"{QUICK} --{NO_EMITTERS}=false" if text.find(NO_EMITTERS.encode()) >= 0 else QUICK
+        return f"{QUICK} --{NO_EMITTERS}=false" if text.find(NO_EMITTERS.encode() + b"\0") >= 0 else QUICK
 
 
 # By environment, so that it is set before jax is imported and holds in child processes too.
