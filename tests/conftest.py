@@ -19,8 +19,8 @@ NO_EMITTERS = "xla_cpu_use_fusion_emitters"
 
 
 def _quick_flags() -> str:
-    """At a flag that it does not know XLA aborts, and a newer one does not know this. The name of a flag ends with a zero
-    in jaxlib's library; of one that is gone it does not."""
+    """At a flag that it does not know XLA aborts, and a newer one does not know this. The name of a flag ends with a
+    zero in jaxlib's library; of one that is gone it does not."""
     package = importlib.util.find_spec("jaxlib")
     library = Path(package.origin).with_name("libjax_common.so") if package and package.origin else None
     if library is None or not library.is_file():
