@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,7 @@ from dynajax.bundles import HostStore
 from dynajax.config import Activation
 from dynajax.engine.cold import ColdSide
 from dynajax.ops.ffn import pool_ffn
-from dynajax.pool import DevicePool
 from dynajax.staging import Staging, open_staging
-from hostcompute import HostPool, NumpyPool
 
 LEAST_ROWS = 16  # that one program slices out of pinned memory
 WAKING_S = 2e-4  # before the end a throttled send only yields: sleeping longer than asked for would be a slower link
@@ -58,17 +57,8 @@ class StreamedCold(ColdSide):
     """Sends every layer that is not on the device there, whole, each time it is needed; the next one is on its way
     while this one is computed. Layers are either all on the device or not at all."""
 
-    def __init__(
-        self,
-        store: HostStore,
-        pool: DevicePool,
-        host: HostPool | NumpyPool,
-        activation: Activation,
-        *,
-        skip_zeros: bool,
-        around: Around | None = None,
-    ):
-        super().__init__(store, pool, host, activation, skip_zeros=skip_zeros)
+    def __init__(self, store: HostStore, *rest: Any, around: Around | None = None, **settings: Any):
+        super().__init__(store, *rest, **settings)
         way = open_staging("auto", the_device(), store.arenas[0][:PROBE_UNITS])
         self._way = way if around is None else around(way)
         absent = [layer for layer in range(len(store.arenas)) if self.has(layer)]
@@ -104,16 +94,8 @@ class PinnedCold(ColdSide):
     """Has a copy of every arena as an array of kind `pinned_host`: one program slices the wanted neurons out of it and
     computes them, so that no host thread gathers anything."""
 
-    def __init__(
-        self,
-        store: HostStore,
-        pool: DevicePool,
-        host: HostPool | NumpyPool,
-        activation: Activation,
-        *,
-        skip_zeros: bool,
-    ):
-        super().__init__(store, pool, host, activation, skip_zeros=skip_zeros)
+    def __init__(self, store: HostStore, *rest: Any, **settings: Any):
+        super().__init__(store, *rest, **settings)
         self._pinned = [jax.device_put(arena, place("pinned_host")).block_until_ready() for arena in store.arenas]
 
     def run_chosen(self, layer, h, units, admit=None, live=None, values=None) -> npt.NDArray[np.float32]:

@@ -15,7 +15,8 @@ def largest_temporary(programs: Programs, mode: str, progress: Progress, further
     keys = [*largest_programs(programs.shapes, mode), *further]
     largest = 0
     for done, key in enumerate(keys, start=1):
-        largest = max(largest, programs.temp_bytes(*key))
+        unseen = _unseen_bytes(programs.shapes, mode) if key[0] == "token_rows" else 0
+        largest = max(largest, programs.temp_bytes(*key) + unseen)
         progress("compile", done, len(keys))
     return largest
 
@@ -40,8 +41,8 @@ def largest_programs(shapes: Shapes, mode: str) -> list[tuple]:
     return [*prefill, ("token_rows", prefix, *almost)]
 
 
-def unseen_bytes(shapes: Shapes, mode: str) -> int:
-    """What a full pool adds to the temporaries of a program whose pools lack one block, which saves compiling it."""
+def _unseen_bytes(shapes: Shapes, mode: str) -> int:
+    """What a full pool adds to the temporaries of a token's program whose pools lack one block; saves compiling it."""
     if mode in ("threads", "planned", "resident") or shapes.spec.experts is not None:
         return 0
     return 4 * 4 * shapes.batch * block_units(shapes.spec.ffn)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dynajax import budget
 from dynajax.config import EngineConfig
 from dynajax.engine.hosts import Host, make_host
-from dynajax.engine.largest import Progress, largest_temporary, unseen_bytes
+from dynajax.engine.largest import Progress, largest_temporary
 from dynajax.engine.prediction import NONE, Prediction
 from dynajax.engine.target import Target, budget_limit
 from dynajax.programs import Programs, Shapes, make_programs
@@ -75,7 +75,7 @@ def compiled_for(
     host = make_host(mode, shapes.spec)
     programs = make_programs(shapes, None if host is None else host.call)
     if prediction is NONE:
-        return host, programs, largest_temporary(programs, mode, progress) + unseen_bytes(shapes, mode)
+        return host, programs, largest_temporary(programs, mode, progress)
     for place in prediction.entries:
         programs.forms[prediction.scoring(place).name] = prediction.scoring(place)
     keys: list[tuple] = [("score", shapes.chunks[-1], name) for name in programs.forms]

@@ -10,6 +10,7 @@ import pytest
 
 from dynajax.ops.ffn import pool_ffn
 from dynajax.programs import bodies, split_chunks
+from hostcompute import ffi
 from tests.programs.cases import SHAPES, SPECS, Maker, host_ffn, shapes_of
 
 LENGTH = 45
@@ -73,10 +74,14 @@ def test_a_token_at_a_time_equals_the_whole_sequence(sequence):
         np.testing.assert_allclose(h, sequence.h[at - 1], atol=ATOL)
 
 
-def test_a_longer_prefix_changes_nothing(sequence):
+def test_a_longer_prefix_changes_nothing(sequence, monkeypatch):
     short = prefilled(sequence, 0, (8,), 30, prefix=256)
     long = prefilled(sequence, 0, (8,), 30, prefix=264)
     np.testing.assert_allclose(short[0], long[0], atol=1e-6)
+    monkeypatch.setattr(ffi, "unavailable", lambda: "the kernel goes by positions alone")
+    cut = prefilled(sequence, 0, (8,), 30, prefix=8)  # too short a prefix does
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(short[0], cut[0], atol=ATOL)
 
 
 @pytest.mark.parametrize("name", SPECS)
