@@ -1,5 +1,6 @@
-// Few tokens: one piece of work is one token's queries of one head of the cache: the products with its keys up to the token's
-// position, their softmax, and the values weighted with it. Keys and values are read once for up to `tile` queries.
+// Few tokens: one piece of work is one token's queries of one head of the cache: the products with its keys up to the
+// token's position, their softmax, and the values weighted with it. Keys and values are read once for up to `tile`
+// queries.
 #include "attend.h"
 
 #include <algorithm>

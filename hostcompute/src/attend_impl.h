@@ -1,4 +1,5 @@
-// Softmax and activations; included as kernels_impl.h is, before it. Plain loops that compilers turn into vectors of whatever there is.
+// Softmax and activations; included as kernels_impl.h is, before it. Plain loops that compilers turn into vectors of
+// whatever there is.
 
 namespace {
 

@@ -1,6 +1,6 @@
-// Many queries: a piece of work is up to `queries` of those that share a head of the cache, of adjacent tokens. They are
-// multiplied with some keys at a time, and what the values add up to is scaled down whenever a larger product turns up
-// (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax").
+// Many queries: a piece of work is up to `queries` of those that share a head of the cache, of adjacent tokens. They
+// are multiplied with some keys at a time, and what the values add up to is scaled down whenever a larger product turns
+// up (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax").
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -14,8 +14,6 @@ constexpr int64_t lanes = 16;                  // of the softmax
 constexpr int64_t queries = 4 * lanes;         // of a piece
 constexpr int64_t block_keys = 8 * gemm_rows;  // whose scores stay in the second cache
 constexpr float lowest = -1e30f;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 class AttendMany {
  public:
@@ -136,7 +134,8 @@ class AttendMany {
   }
 
   // The rows of a cache from a key on. which: 0 keys, 1 values.
-  RowSet find_rows(const void* cache, int which, const Piece& piece, int64_t key, int64_t left, const void** rows) const {
+  RowSet find_rows(const void* cache, int which, const Piece& piece, int64_t key, int64_t left,
+                   const void** rows) const {
     const int64_t count = std::min<int64_t>(gemm_rows, left);
     for (int64_t r = 0; r < count; ++r) {
       const int64_t row = (piece.row * call_.keys + key + r) * call_.cache_heads + piece.head;

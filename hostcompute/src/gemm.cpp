@@ -8,7 +8,8 @@ constexpr int64_t line = 64;
 
 Gemm::Lines::Lines(const Gemm& gemm, const RowSet& rows, int64_t column, int64_t columns) {
   columns = std::min(columns, gemm.width_ - column);
-  const int64_t bits = gemm.dtype_ == 0 ? 32 : gemm.dtype_ == 4 ? 4 : gemm.dtype_ == 3 ? 8 : 16;  // of packed rows the codes
+  constexpr int64_t bits_of[dtypes] = {32, 16, 16, 8, 4};  // of packed rows the codes
+  const int64_t bits = bits_of[gemm.dtype_];
   for (int64_t r = 0; r < rows.count; ++r) {
     const char* from = static_cast<const char*>(rows.rows[r]) + column * bits / 8;
     for (int64_t at = 0; at < columns * bits / 8; at += line) lines_[count_++] = from + at;
@@ -26,7 +27,7 @@ void Gemm::products(const PackedTokens& x, const RowSet& rows, const RowSet& nex
   int64_t calls = 0;
   for (int64_t group = 0; group < x.groups(); ++group) {
     const int64_t tile_rows = gemm_.sums / x.vectors(group);
-    calls += (rows.count + tile_rows - 1) / tile_rows;
+    calls += ceil_div(rows.count, tile_rows);
   }
   for (int64_t piece = 0; piece < x.pieces(); ++piece) {
     const int64_t column = piece * gemm_columns;

@@ -9,6 +9,8 @@
 
 constexpr int gemm_rows = 48;  // that are multiplied at a time: whole tiles of any shape
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // x of all tokens, columns by columns: of each piece of them, one group of tokens after the other.
 class PackedTokens {
  public:
@@ -20,10 +22,11 @@ class PackedTokens {
         groups_(ceil_div(vectors_, kernels.vectors)),
         data_(data) {}
 
-  static int64_t floats(int64_t tokens, int64_t width) { return ceil_div(tokens, GemmKernels::most_lanes) * GemmKernels::most_lanes * width; }
+  static int64_t floats(int64_t tokens, int64_t width) {
+    return ceil_div(tokens, GemmKernels::most_lanes) * GemmKernels::most_lanes * width;
+  }
 
   int64_t tokens() const { return tokens_; }
-  int64_t width() const { return width_; }
   int64_t stride() const { return vectors_ * kernels_.lanes; }  // tokens, whole registers of them
   int64_t pieces() const { return ceil_div(width_, gemm_columns); }
   int64_t columns(int64_t piece) const { return std::min(gemm_columns, width_ - piece * gemm_columns); }
@@ -48,8 +51,6 @@ class PackedTokens {
   }
 
  private:
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
   const GemmKernels& kernels_;
   const int64_t tokens_;
   const int64_t width_;
@@ -96,7 +97,7 @@ class Gemm {
       for (int64_t r = 0; r < rows.count; ++r)
         widen_(rows.rows[r], width_, column, column + columns, scratch_ + r * columns);
       Lines lines(*this, column + stripe < end ? rows : next, column + stripe < end ? column + stripe : begin, stripe);
-      const int64_t calls = (tokens + gemm_tokens - 1) / gemm_tokens;
+      const int64_t calls = ceil_div(tokens, gemm_tokens);
       for (int64_t call = 0; call < calls; ++call) {
         const int64_t t0 = tokens * call / calls;
         const int64_t some = tokens * (call + 1) / calls - t0;

@@ -84,7 +84,8 @@ void gemm_sum(const GemmBlock& call) {
   for (; i + Simd::width <= call.columns; i += Simd::width) fetched = gemm_sum_columns<T, 1>(call, i, fetched);
   for (; i < call.columns; ++i)
     for (int64_t r = 0; r < call.count; ++r)
-      for (int t = 0; t < T; ++t) call.y[t][i] += call.h[t * call.token_step + r * call.row_step] * call.rows[r * call.columns + i];
+      for (int t = 0; t < T; ++t)
+        call.y[t][i] += call.h[t * call.token_step + r * call.row_step] * call.rows[r * call.columns + i];
 }
 
 template <int V>

@@ -29,7 +29,6 @@ constexpr int64_t sum_columns = 256;
 constexpr int64_t least_sum_columns = 64;
 constexpr int64_t line_floats = 16;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 class Matmul {

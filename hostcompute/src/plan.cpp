@@ -14,8 +14,6 @@ int64_t most_rows(const Plan& plan) {
   return plan.dense() ? gemm_rows : std::clamp<int64_t>(block_bytes / plan.row_bytes(), tile, max_block);
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace
 
 int64_t value_floats(const hc_arena& arena, int64_t tokens) {

@@ -82,7 +82,9 @@ class Plan {
   bool up_decides() const { return skip && call.activation == drelu; }  // which down rows are needed
 
   // Whether every token wants every neuron as it is: marks lie side by side, and nothing is weighted or left out.
-  bool plain() const { return visit_ == nullptr && call.admit == nullptr && call.arena.rows == 1 && call.activation != drelu; }
+  bool plain() const {
+    return visit_ == nullptr && call.admit == nullptr && call.arena.rows == 1 && call.activation != drelu;
+  }
 
   // The activation of a neuron's gate for a token, zero where the token does not admit the neuron's unit; the unit is
   // marked live if it is not zero. With dReLU that is left to `times_up`. Without a gate it is weighted.
