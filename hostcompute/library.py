@@ -261,7 +261,7 @@ class HostPool:
 
 def creation_error(status: int, isa: str, threads: int) -> Exception:
     if status == UNKNOWN_ISA:
-        return ValueError(f"{ISA_VARIABLE} must be portable, avx2 or avx512, got {isa!r}")
+        return ValueError(f"{ISA_VARIABLE} must be portable, avx2, avx512 or avx512vnni, got {isa!r}")
     if status == MISSING_ISA:
         return RuntimeError(f"{ISA_VARIABLE}={isa}: this CPU lacks it; use portable or unset the variable")
     return RuntimeError(f"cannot start {threads} threads: lower the number, or raise the limit (ulimit -u)")

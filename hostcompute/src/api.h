@@ -30,8 +30,8 @@ enum { hc_ok = 0, hc_unknown_isa = 1, hc_missing_isa = 2, hc_no_resources = 3, h
 
 HC_API int32_t hc_abi_version(void);
 
-// Pools of as many threads share them. isa: "" for the best one of this CPU, or portable, avx2, avx512. Null on error,
-// with *status set.
+// Pools of as many threads share them. isa: "" for the best one of this CPU, or portable, avx2, avx512,
+// avx512vnni. Null on error, with *status set.
 HC_API void* hc_pool_create(int32_t threads, const char* isa, int32_t* status);
 HC_API void hc_pool_destroy(void* pool);
 HC_API const char* hc_pool_isa(void* pool);

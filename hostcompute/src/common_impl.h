@@ -64,8 +64,8 @@ class Ahead {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const char* row = static_cast<const char*>(next_[r]) + offset;
-        __builtin_prefetch(row, 0, R == pair ? 3 : 2);
-        __builtin_prefetch(row + line, 0, R == pair ? 3 : 2);
+        __builtin_prefetch(row, 0, 3);
+        __builtin_prefetch(row + line, 0, 3);
       }
     }
   }

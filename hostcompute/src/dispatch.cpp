@@ -17,7 +17,9 @@ const Kernels* find_kernels(const char* name, bool* known) {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl");
-  const Choice choices[] = {{&avx512_kernels, avx512}, {&avx2_kernels, avx2}, {&portable_kernels, true}};
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  const Choice choices[] = {
+      {&avx512vnni_kernels, vnni}, {&avx512_kernels, avx512}, {&avx2_kernels, avx2}, {&portable_kernels, true}};
 #else
   const Choice choices[] = {{&portable_kernels, true}};
 #endif

@@ -89,7 +89,7 @@ class Experts {
  public:
   Experts(Pool& pool, const Kernels& kernels, const FfnCall& call)
       : pool_(pool), kernels_(kernels), call_(call), routing_(pool, call), d_(call.arena.width) {
-    const int64_t floats = sum_floats() + count_floats() + value_floats(call.arena, routing_.most_guests());
+    const int64_t floats = sum_floats() + count_floats() + value_floats(call.arena, kernels_, routing_.most_guests());
     for (int thread = 0; thread < pool.threads(); ++thread) pool.scratch(thread).reserve(floats * sizeof(float));
   }
 

@@ -11,12 +11,14 @@
 namespace {
 
 constexpr int look_up_ahead = 12;  // rows
+constexpr int most_known = 48;     // rows behind those of a turn
 // How far ahead rows are fetched: bytes, at least one row, at most so many. Packed rows are read as fast as memory
 // gives them only if more of them are on their way.
 constexpr int64_t fetch_ahead = 8192;
 constexpr int most_ahead = 4;
 constexpr int64_t packed_ahead = 28672;
 constexpr int most_packed_ahead = 8;
+constexpr int64_t short_ahead = 12288;  // of short rows more than that many
 constexpr int64_t short_bytes = 4096;  // packed rows that are shorter are read in pairs
 constexpr int64_t page = 4096;
 constexpr int64_t line = 64;
@@ -36,11 +38,11 @@ class Order {
  public:
   void clear() { count_ = at_ = 0; }
   void add(const void* row) { rows_[count_++] = row; }
-  void end() { std::fill_n(rows_ + count_, look_up_ahead + pair, nullptr); }
+  void end() { std::fill_n(rows_ + count_, look_up_ahead + tile, nullptr); }
   const void* const* take(int n) { return rows_ + std::exchange(at_, at_ + n); }  // those, and behind them the next
 
  private:
-  const void* rows_[3 * max_block + 2 * look_up_ahead + pair];
+  const void* rows_[3 * max_block + most_known + look_up_ahead + tile];
   int count_ = 0;
   int at_ = 0;
 };
@@ -52,9 +54,7 @@ class Few {
         d_(plan.call.arena.width),
         tokens_(static_cast<int>(plan.tokens)),
         pairs_(d_ > wide_columns || (is_packed(plan.call.arena.dtype) && plan.row_bytes() < short_bytes)),
-        ahead_(static_cast<int>(is_packed(plan.call.arena.dtype)
-                                    ? std::clamp<int64_t>(packed_ahead / plan.row_bytes() + 1, 2, most_packed_ahead)
-                                    : std::clamp<int64_t>(fetch_ahead / plan.row_bytes(), 1, most_ahead))) {
+        ahead_(find_ahead(plan)) {
     for (Block& block : blocks_) {
       block.h = values;
       values += max_block * tokens_;
@@ -67,6 +67,12 @@ class Few {
       x_[t] = values;
       values += (d_ + line_floats - 1) / line_floats * line_floats;
     }
+    if (tokens_ > 1 || plan.tiles.digits.make == nullptr) return;
+    values += (-reinterpret_cast<uintptr_t>(values) & (line - 1)) / sizeof(float);
+    plan.tiles.digits.make(x_[0], d_, values);
+    x_[0] = values;
+    digits_ = true;
+    narrow_ = plan.row_bytes() < narrow_bytes;
   }
 
   int64_t compute(int thread) {
@@ -91,6 +97,14 @@ class Few {
   }
 
  private:
+  static int find_ahead(const Plan& plan) {
+    const int64_t bytes = plan.row_bytes();
+    if (!is_packed(plan.call.arena.dtype))
+      return static_cast<int>(std::clamp<int64_t>(fetch_ahead / bytes, 1, most_ahead));
+    const int64_t most = std::clamp<int64_t>(short_ahead / bytes, most_packed_ahead, most_known - tile);
+    return static_cast<int>(std::clamp<int64_t>(packed_ahead / bytes + 1, 2, most));
+  }
+
   void find(int64_t index, Block* block) const {
     block->rows = plan_.find_rows(index, block->base);
     block->first = block->rows == 0 ? 0 : plan_.begin(index);
@@ -102,7 +116,7 @@ class Few {
     if (plan_.has_gate()) add_needed(current, 1);
     add_needed(decided, plan_.down());
     const char* gates[max_block];
-    const int known = std::min(look_up_ahead, plan_.find_upcoming(then, gates));
+    const int known = std::min(most_known, plan_.find_upcoming(then, gates));
     for (int r = 0; r < known; ++r) order_.add(gates[r]);
     order_.end();
   }
@@ -113,19 +127,33 @@ class Few {
 
   void read_gates(Block* block) {
     block->count = 0;
+    const bool plain = tokens_ == 1 && plan_.plain();
     for (int first = 0, n; first < block->rows; first += n) {
       n = together(block->rows - first);
-      float gates[pair * few_tokens];
-      dot(n, gates);
-      for (int r = 0; r < n; ++r) {
-        float* h = block->h + block->count * tokens_;
-        bool needed = !plan_.skip;
-        for (int t = 0; t < tokens_; ++t) {
-          h[t] = plan_.activate(block->first + first + r, t, gates[r * tokens_ + t]);
-          needed = needed || h[t] != 0;
-        }
-        if (needed) block->needed[block->count++] = first + r;
+      dot(n, block->h + first * tokens_);
+      if (!plain) activate(block, first, n);
+    }
+    if (!plain) return;
+    plan_.kernels.activate(block->h, block->rows, plan_.call.activation, plan_.call.threshold, plan_.live + block->first);
+    for (int r = 0; r < block->rows; ++r) {
+      const float value = block->h[r];
+      block->h[block->count] = value;
+      block->needed[block->count] = r;
+      block->count += !plan_.skip || value != 0;
+    }
+  }
+
+  // Of n gates from one on; those that are needed move to the front.
+  void activate(Block* block, int first, int n) {
+    for (int r = first; r < first + n; ++r) {
+      const float* gates = block->h + r * tokens_;
+      float* h = block->h + block->count * tokens_;
+      bool needed = !plan_.skip;
+      for (int t = 0; t < tokens_; ++t) {
+        h[t] = plan_.activate(block->first + r, t, gates[t]);
+        needed = needed || h[t] != 0;
       }
+      if (needed) block->needed[block->count++] = r;
     }
   }
 
@@ -133,7 +161,7 @@ class Few {
     const int ups = std::exchange(block->count, 0);
     for (int first = 0, n; first < ups; first += n) {
       n = together(ups - first);
-      float up[pair * few_tokens];
+      float up[tile * few_tokens];
       dot(n, up);
       for (int i = 0; i < n; ++i) {
         const float* gate = block->h + (first + i) * tokens_;
@@ -156,17 +184,20 @@ class Few {
       const float* h = block.h + first * tokens_;
       for (int i = 0; i < n; ++i)
         for (int t = 0; t < tokens_; ++t) plan_.tell(block.first + block.needed[first + i], t, h[i * tokens_ + t]);
-      const AxpyTile kernel = n == 1 ? plan_.tiles.axpy[0][tokens_ - 1] : plan_.tiles.pair_axpy[tokens_ - 1];
+      const AxpyTile kernel =
+          n == pair ? plan_.tiles.pair_axpy[tokens_ - 1] : plan_.tiles.axpy[n == tile][tokens_ - 1];
       kernel(step.rows, h, d_, step.next, y_);
     }
   }
 
   // How many of the rows that are left one call of a kernel reads.
-  int together(int left) const { return pairs_ && left >= pair ? pair : 1; }
+  int together(int left) const { return narrow_ && left >= tile ? tile : pairs_ && left >= pair ? pair : 1; }
 
   void dot(int n, float* out) {
     const Step step = next_step(n);
-    const DotTile kernel = n == 1 ? plan_.tiles.dot[0][tokens_ - 1] : plan_.tiles.pair_dot[tokens_ - 1];
+    const DotTile kernel = digits_  ? plan_.tiles.digits.dot_of(n)
+                           : n == 1 ? plan_.tiles.dot[0][tokens_ - 1]
+                                    : plan_.tiles.pair_dot[tokens_ - 1];
     kernel(step.rows, x_, d_, step.next, out);
   }
 
@@ -192,6 +223,8 @@ class Few {
   const int tokens_;
   const bool pairs_;
   const int ahead_;  // how many rows on the one is that is fetched
+  bool digits_ = false;  // in place of a token
+  bool narrow_ = false;  // rows, of which it then meets more than two at a time
   const float* x_[few_tokens];
   float* y_[few_tokens];
   Block blocks_[3];

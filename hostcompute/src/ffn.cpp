@@ -77,7 +77,7 @@ void ffn(Pool& pool, const Kernels& kernels, const FfnCall& call) {
     call.totals[0] = 0;
     return;
   }
-  const int64_t floats = sum_floats(call) + value_floats(call.arena, call.batch);
+  const int64_t floats = sum_floats(call) + value_floats(call.arena, kernels, call.batch);
   for (int thread = 0; thread < pool.threads(); ++thread) pool.scratch(thread).reserve(floats * sizeof(float));
   const int64_t marks = call.batch * call.count;
   const int64_t listed = call.admit == nullptr ? 0 : call.count * sizeof(int32_t);

@@ -18,6 +18,8 @@ constexpr int64_t row_bytes(int32_t dtype, int64_t width) {
 
 constexpr int64_t wide_columns = 6144;  // from more on a token takes up most of the first cache: rows share it in pairs
 
+constexpr int64_t narrow_bytes = 2048;  // shorter rows are summed, and multiplied in integers, several at a time
+
 // out[r * T + t] = rows[r] . x[t] over d elements. `next`: null, or as many rows to prefetch meanwhile.
 using DotTile = void (*)(const void* const* rows, const float* const* x, int64_t d, const void* const* next,
                          float* out);
@@ -74,6 +76,19 @@ struct GemmKernels {
   void (*unpack)(const float* sums, int64_t stride, int64_t rows, int64_t tokens, float* y, int64_t step);
 };
 
+// Rows times one token in integers, see digits_impl.h; `make` is null where there is no such thing.
+struct DigitKernels {
+  int64_t block_floats = 0;
+  int64_t block_groups = 1;
+  void (*make)(const float* x, int64_t d, float* to) = nullptr;  // to: `floats`, at a line's beginning
+  DotTile dot[3] = {};  // one row, `pair` and `tile` of them; x[0] is what `make` made
+
+  DotTile dot_of(int rows) const { return dot[rows == tile ? 2 : rows - 1]; }
+  int64_t floats(int64_t d) const {
+    return (d / group_columns + block_groups - 1) / block_groups * block_floats;
+  }
+};
+
 // [0]: one row, [1]: `tile` rows; then [T - 1]. One row at a time keeps the memory busiest, several do more
 // with what is in a cache.
 struct Tiles {
@@ -83,6 +98,7 @@ struct Tiles {
   // Of `pair` rows; then [T - 1].
   DotTile pair_dot[pair];
   AxpyTile pair_axpy[pair];
+  DigitKernels digits = {};
 };
 
 constexpr int panel_rows(int bits) { return bits <= 2 ? 64 : 128 / bits; }  // that one kernel call handles at most
@@ -139,6 +155,7 @@ extern const Kernels portable_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels avx512vnni_kernels;
 #endif
 
 // name: "" for the best this CPU has. Null with *known = whether such a set exists at all.

@@ -28,6 +28,12 @@ struct Simd {
   static reg load(const Brain* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p)), 16));
   }
+  template <typename Value>
+  static reg load_some(const Value* p, int64_t count) {
+    Value part[width] = {};
+    std::memcpy(part, p, count * sizeof(Value));
+    return load(part);
+  }
   static void store(float* p, reg value) { _mm256_storeu_ps(p, value); }
   static reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
   static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
@@ -86,6 +92,44 @@ struct Simd {
 #include "attend_impl.h"
 #include "kernels_impl.h"
 
-const Kernels avx2_kernels = make_kernels("avx2");
+namespace {
+
+struct Bytes {
+  using ints = Simd::ints;
+
+  static ints load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static ints load_some(const void* p, int64_t bytes) {
+    alignas(32) uint8_t part[32] = {};
+    std::memcpy(part, p, bytes);
+    return load(part);
+  }
+  static ints none() { return _mm256_setzero_si256(); }
+  static ints fill(int byte) { return _mm256_set1_epi8(static_cast<char>(byte)); }
+  static void store_negated(int32_t* p, ints words) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_sub_epi32(none(), words));
+  }
+  static ints add(ints a, ints b) { return _mm256_add_epi32(a, b); }
+  template <int N>
+  static ints shift_up(ints words) {
+    return _mm256_slli_epi32(words, N);
+  }
+  static ints code_low(ints codes) { return _mm256_and_si256(codes, _mm256_set1_epi8(0xf)); }
+  static ints code_high(ints codes) { return code_low(_mm256_srli_epi16(codes, 4)); }
+  static ints dot(ints sum, ints codes, ints digits) {
+    return add(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, digits), _mm256_set1_epi16(1)));
+  }
+  template <int N>
+  static Simd::reg spread(Simd::reg from, int i) {
+    static_assert(N == 2);
+    const ints first = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    return _mm256_permutevar8x32_ps(from, add(first, _mm256_set1_epi32(i * N)));
+  }
+};
+
+}  // namespace
+
+#include "digits_impl.h"
+
+const Kernels avx2_kernels = with_digits(make_kernels("avx2"));
 
 #endif

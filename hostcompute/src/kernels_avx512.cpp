@@ -31,6 +31,10 @@ struct Simd {
   static reg load(const Brain* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(p)), 16));
   }
+  static reg load_some(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first(count), p); }
+  static reg load_some(const Half* p, int64_t count) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));
+  }
   static void store(float* p, reg value) { _mm512_storeu_ps(p, value); }
   static reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
@@ -73,6 +77,7 @@ struct Simd {
   static void fence() { _mm_sfence(); }
 
  private:
+  static __mmask16 first(int64_t lanes) { return static_cast<__mmask16>((1u << lanes) - 1); }
   static __m256i load16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 };
 
@@ -86,5 +91,44 @@ struct Simd {
 #include "kernels_impl.h"
 
 const Kernels avx512_kernels = make_kernels("avx512");
+
+#pragma GCC push_options
+#pragma GCC target("avx512vnni")
+
+namespace {
+
+struct Bytes {
+  using ints = Simd::ints;
+
+  static ints load(const void* p) { return _mm512_loadu_si512(p); }
+  static ints load_some(const void* p, int64_t bytes) {
+    return _mm512_maskz_loadu_epi8((uint64_t{1} << bytes) - 1, p);
+  }
+  static ints none() { return _mm512_setzero_si512(); }
+  static ints fill(int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); }
+  static void store_negated(int32_t* p, ints words) { _mm512_storeu_si512(p, _mm512_sub_epi32(none(), words)); }
+  static ints add(ints a, ints b) { return _mm512_add_epi32(a, b); }
+  template <int N>
+  static ints shift_up(ints words) {
+    return _mm512_slli_epi32(words, N);
+  }
+  static ints code_low(ints codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(0xf)); }
+  static ints code_high(ints codes) { return code_low(_mm512_srli_epi16(codes, 4)); }
+  static ints dot(ints sum, ints codes, ints digits) { return _mm512_dpbusd_epi32(sum, codes, digits); }
+  template <int N>
+  static Simd::reg spread(Simd::reg from, int i) {
+    static_assert(N == 4);
+    const ints first = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(add(first, _mm512_set1_epi32(i * N)), from);
+  }
+};
+
+}  // namespace
+
+#include "digits_impl.h"
+
+const Kernels avx512vnni_kernels = with_digits(make_kernels("avx512vnni"));
+
+#pragma GCC pop_options
 
 #endif

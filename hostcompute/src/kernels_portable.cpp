@@ -31,6 +31,12 @@ struct Simd {
   static reg load(const Weight* p) {
     return reg{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
   }
+  template <typename Value>
+  static reg load_some(const Value* p, int64_t count) {
+    Value part[width] = {};
+    std::memcpy(part, p, count * sizeof(Value));
+    return load(part);
+  }
   static void store(float* p, reg value) { std::memcpy(p, &value, sizeof value); }
   static reg mul(reg a, reg b) { return a * b; }
   static reg add(reg a, reg b) { return a + b; }

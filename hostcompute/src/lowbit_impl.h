@@ -28,10 +28,7 @@ class NextPanel {
 // The first `count` lanes; the others are zero.
 template <typename Value>
 Simd::reg load_some(const Value* from, int64_t count) {
-  if (count >= Simd::width) return Simd::load(from);
-  Value part[Simd::width] = {};
-  std::memcpy(part, from, count * sizeof(Value));
-  return Simd::load(part);
+  return count >= Simd::width ? Simd::load(from) : Simd::load_some(from, count);
 }
 
 constexpr bool is_float(const float*) { return true; }

@@ -22,8 +22,8 @@ constexpr int64_t piece_bytes = 64 * 1024;
 constexpr int64_t most_sums = 32;
 constexpr int64_t least_sum_bytes = 64 * 1024;
 constexpr int64_t least_sums = 8;
-constexpr int64_t narrow_bytes = 2048;  // shorter rows are summed several at a time
 constexpr int64_t pairs_ahead = 3;  // where rows are read in pairs, so many are on their way
+constexpr int64_t digits_ahead = 14 * 1024;  // bytes, where one token meets rows in integers
 // A piece for many tokens: gemm_rows, or some columns of all rows.
 constexpr int64_t sum_columns = 256;
 constexpr int64_t least_sum_columns = 64;
@@ -40,15 +40,14 @@ class Matmul {
         tiles_(kernels.tiles[call.dtype]),
         row_bytes_(row_bytes(call.dtype, call.width)),
         few_(call.tokens <= few_tokens),
+        digits_(call.tokens == 1 && !call.sum_rows && tiles_.digits.make != nullptr),
         size_(piece_size()),
         pieces_(ceil_div(few_ || !call.sum_rows ? call.rows : call.width, size_)),
         packed_(kernels.gemm, call.tokens, call.width, find_shared()) {}
 
   void run() {
-    if (!few_) {
-      for (int thread = 0; thread < pool_.threads(); ++thread)
-        pool_.scratch(thread).reserve(scratch_floats() * sizeof(float));
-    }
+    for (int thread = 0; thread < pool_.threads(); ++thread)
+      pool_.scratch(thread).reserve(scratch_floats() * sizeof(float));
     if (!few_ && !call_.sum_rows) pack();
     const auto task = [](void* context, int thread) { static_cast<Matmul*>(context)->work(thread); };
     if (pieces_ == 1 || call_.rows * call_.width * call_.tokens <= alone) {
@@ -71,8 +70,9 @@ class Matmul {
     return ceil_div(call_.rows, sums);
   }
 
-  // Floats that a thread needs for many tokens.
+  // Floats that a thread needs.
   int64_t scratch_floats() const {
+    if (few_) return digits_ ? tiles_.digits.floats(call_.width) : 0;
     return Gemm::scratch_floats(call_.tokens) + (call_.sum_rows ? call_.tokens * size_ : 0);
   }
   // All tokens, which all threads share.
@@ -100,27 +100,32 @@ class Matmul {
   const char* row(int64_t r) const { return static_cast<const char*>(call_.weights) + r * row_bytes_; }
 
   void work(int thread) {
-    float* wide = static_cast<float*>(pool_.scratch(thread).data());
+    float* scratch = static_cast<float*>(pool_.scratch(thread).data());
+    bool made = !digits_;
     for (int64_t piece = taken_.fetch_add(1); piece < pieces_; piece = taken_.fetch_add(1)) {
       const int64_t total = few_ || !call_.sum_rows ? call_.rows : call_.width;
       const int64_t begin = piece * size_;
       const int64_t end = std::min(total, begin + size_);
+      if (!made) tiles_.digits.make(call_.x, call_.width, scratch);
+      made = true;
       if (!few_) {
-        call_.sum_rows ? many_sums(begin, end, wide) : many_dots(begin, end, wide);
+        call_.sum_rows ? many_sums(begin, end, scratch) : many_dots(begin, end, scratch);
       } else if (call_.sum_rows) {
         few_sums(begin, end, sum(piece));
       } else {
-        few_dots(begin, end);
+        few_dots(begin, end, scratch);
       }
     }
   }
 
   // How many rows one call of a kernel reads.
   int together() const {
-    if (call_.tokens > bound_tokens || (call_.sum_rows && row_bytes_ < narrow_bytes)) return tile;
+    const bool narrow = row_bytes_ < narrow_bytes && (call_.sum_rows || digits_);
+    if (call_.tokens > bound_tokens || narrow) return tile;
     return is_packed(call_.dtype) || call_.width > wide_columns ? pair : 1;
   }
   DotTile dot_kernel(int rows, int64_t tokens) const {
+    if (digits_) return tiles_.digits.dot_of(rows);
     return rows == pair ? tiles_.pair_dot[tokens - 1] : tiles_.dot[rows != 1][tokens - 1];
   }
   AxpyTile axpy_kernel(int rows, int64_t tokens) const {
@@ -128,15 +133,15 @@ class Matmul {
   }
 
   // Single rows lie one behind the other, which the CPU sees by itself: fetching them too only holds it up.
-  void few_dots(int64_t begin, int64_t end) const {
+  void few_dots(int64_t begin, int64_t end, const float* digits) const {
     const float* x[few_tokens];
-    for (int64_t t = 0; t < call_.tokens; ++t) x[t] = call_.x + t * call_.width;
+    for (int64_t t = 0; t < call_.tokens; ++t) x[t] = digits_ ? digits : call_.x + t * call_.width;
     for (int64_t r = begin; r < end;) {
       const int n = end - r >= together() ? together() : 1;
       const void* rows[tile];
       const void* next[tile];
       for (int i = 0; i < n; ++i) rows[i] = row(r + i);
-      const int64_t ahead = n == pair ? n * pairs_ahead : n;
+      const int64_t ahead = n * (digits_ ? std::max<int64_t>(1, digits_ahead / (n * row_bytes_)) : n == pair ? pairs_ahead : 1);
       const bool known = r + ahead + n <= call_.rows;
       for (int i = 0; known && i < n; ++i) next[i] = row(r + ahead + i);
       const bool fetch = known && n != 1;
@@ -249,6 +254,7 @@ class Matmul {
   const Tiles& tiles_;
   const int64_t row_bytes_;
   const bool few_;
+  const bool digits_;  // of the token, which each thread makes for itself
   const int64_t size_;  // rows of a piece; columns, where many tokens sum rows
   const int64_t pieces_;
   const PackedTokens packed_;

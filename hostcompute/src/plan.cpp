@@ -16,8 +16,9 @@ int64_t most_rows(const Plan& plan) {
 
 }  // namespace
 
-int64_t value_floats(const hc_arena& arena, int64_t tokens) {
-  const int64_t copies = few_tokens * (arena.width + line_floats);  // of x, for few tokens
+int64_t value_floats(const hc_arena& arena, const Kernels& kernels, int64_t tokens) {
+  const int64_t digits = kernels.tiles[arena.dtype].digits.floats(arena.width) + line_floats;
+  const int64_t copies = few_tokens * (arena.width + line_floats) + digits;  // of x, for few tokens
   const int64_t block = 3 * max_block * tokens + copies;
   return tokens > many_tokens ? std::max(block, dense_floats(arena.width, tokens)) : block;
 }

@@ -6,7 +6,6 @@
 // rows of y. All this depends on nothing but the call and the number of threads, so equal calls give equal bits.
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,7 +19,7 @@ constexpr int many_tokens = 16;  // with more, arithmetic takes as long as readi
 
 // What a thread needs for a block beside its sums: three values of each neuron and token, and copies of x; or what
 // compute_dense wants.
-int64_t value_floats(const hc_arena& arena, int64_t tokens);
+int64_t value_floats(const hc_arena& arena, const Kernels& kernels, int64_t tokens);
 
 // A row of x that wants a unit.
 struct Guest {
@@ -100,7 +99,9 @@ class Plan {
         value = gate < call.threshold ? 0 : gate;
         break;
       default:
-        value = gate / (1 + std::exp(-gate));
+        uint8_t alive;
+        value = gate;
+        kernels.activate(&value, 1, call.activation, call.threshold, &alive);  // the bits of many at once
     }
     if (value != 0 && call.activation != drelu) mark(neuron, token);
     return visit_ == nullptr || has_gate() ? value : weighted(token, value);

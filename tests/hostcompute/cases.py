@@ -12,7 +12,7 @@ from hostcompute import HostPool, NumpyPool, ffn_reference
 from hostcompute.packed import GROUP, GROUP_BYTES, is_packed, unpack
 from hostcompute.reference import values_reference, wanted_pairs
 
-ISAS = ("portable", "avx2", "avx512")
+ISAS = ("portable", "avx2", "avx512", "avx512vnni")
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 TYPES = (*DTYPES, *GROUP_BYTES)  # the packed ones by name
 
