@@ -32,7 +32,8 @@ from hostcompute.packed import GROUP, is_packed, row_values
 
 TARGET = "dynajax_cold_ffn"
 EXPERTS = "dynajax_cold_experts"
-MATMUL = "dynajax_matmul"
+DOT_ROWS = "dynajax_dot_rows"
+SUM_ROWS = "dynajax_sum_rows"
 POOL_FFN = "dynajax_pool_ffn"
 ATTEND = "dynajax_attend"
 LOWBIT = "dynajax_lowbit"
@@ -188,11 +189,12 @@ def unavailable() -> str | None:
     except RuntimeError as error:
         return f"no CPU backend: {error}"
     try:
-        for name in (TARGET, EXPERTS, MATMUL, LOWBIT, POOL_FFN, ATTEND):
+        for name in (TARGET, EXPERTS, DOT_ROWS, SUM_ROWS, LOWBIT, POOL_FFN, ATTEND):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except RuntimeError as error:
         return f"jaxlib {version('jaxlib')} refuses the handler: {error}; {REBUILD}"
-    library.dynajax_use_matmul(ctypes.cast(native.hc_matmul, ctypes.c_void_p))
+    library.dynajax_use_dot_rows(ctypes.cast(native.hc_dot_rows, ctypes.c_void_p))
+    library.dynajax_use_sum_rows(ctypes.cast(native.hc_sum_rows, ctypes.c_void_p))
     library.dynajax_use_lowbit(ctypes.cast(native.hc_lowbit, ctypes.c_void_p))
     library.dynajax_use_ffn(ctypes.cast(native.hc_ffn, ctypes.c_void_p))
     library.dynajax_use_attend(ctypes.cast(native.hc_attend, ctypes.c_void_p))
@@ -245,7 +247,19 @@ def dot_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
     Weights are of one of MATRIX_TYPES. On the CPU backend only. Equal operands give equal bits, whatever the number of
     threads. Has no gradient.
     """
-    return _matmul(x, weights, sum_rows=False)
+    return dot_each_ffi(x, (weights,))[0]
+
+
+def dot_each_ffi(x: jax.Array, matrices: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """`dot_rows_ffi` with several matrices, alike but for their rows, in one call; bit for bit."""
+    _check_available()
+    width = _weights_width(matrices[0])
+    for matrix in matrices[1:]:
+        if _width(matrix) != width or matrix.dtype != matrices[0].dtype:
+            raise ValueError(f"matrices must be alike but for their rows, got {', '.join(map(_text, matrices))}")
+    _check_x(x, width)
+    results = tuple(jax.ShapeDtypeStruct((x.shape[0], matrix.shape[0]), np.float32) for matrix in matrices)
+    return tuple(jax.ffi.ffi_call(DOT_ROWS, results, vmap_method="sequential")(x, *matrices))
 
 
 def sum_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -253,19 +267,23 @@ def sum_rows_ffi(x: jax.Array, weights: jax.Array) -> jax.Array:
 
     Of up to 16 tokens, a row whose factors are all zero is not read.
     """
-    return _matmul(x, weights, sum_rows=True)
-
-
-def _matmul(x: jax.Array, weights: jax.Array, *, sum_rows: bool) -> jax.Array:
     _check_available()
+    width = _weights_width(weights)
+    _check_x(x, weights.shape[0])
+    result = jax.ShapeDtypeStruct((x.shape[0], width), np.float32)
+    return jax.ffi.ffi_call(SUM_ROWS, result, vmap_method="sequential")(x, weights)
+
+
+def _weights_width(weights: jax.Array) -> int:
     width = _width(weights)
     if width is None or weights.dtype == np.float32:
         raise ValueError(f"weights must be a matrix of {MATRIX_TYPES}, got {_text(weights)}")
-    inner, outer = (weights.shape[0], width) if sum_rows else (width, weights.shape[0])
-    if x.ndim != 2 or x.dtype != np.float32 or x.shape[1] != inner:
-        raise ValueError(f"x must be float32 [T,{inner}], got {_text(x)}")
-    result = jax.ShapeDtypeStruct((x.shape[0], outer), np.float32)
-    return jax.ffi.ffi_call(MATMUL, result, vmap_method="sequential")(x, weights, sum_rows=sum_rows)
+    return width
+
+
+def _check_x(x: jax.Array, width: int) -> None:
+    if x.ndim != 2 or x.dtype != np.float32 or x.shape[1] != width:
+        raise ValueError(f"x must be float32 [T,{width}], got {_text(x)}")
 
 
 def pool_ffn_ffi(

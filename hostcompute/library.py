@@ -27,7 +27,7 @@ from hostcompute.dense import Dense, DenseCall, dense_ffn, open_products
 from hostcompute.numpy_pool import NumpyPool
 from hostcompute.packed import row_type, row_values
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 ISA_VARIABLE = "HOSTCOMPUTE_ISA"
 PACKAGE = Path(__file__).parent
 REMEDY = "run `python setup.py build_ext --inplace` in a checkout, or reinstall with a C++17 compiler"
@@ -98,8 +98,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hc_gather.restype = i64
     library.hc_read_sum.argtypes = (pointer, pointer, i64)
     library.hc_read_sum.restype = ctypes.c_uint64
-    library.hc_matmul.argtypes = (pointer, pointer, i64, pointer, i64, i64, i32, i32, pointer)
-    library.hc_matmul.restype = i64
+    library.hc_dot_rows.argtypes = (pointer, pointer, i64, pointer, i64, i64, i32)
+    library.hc_dot_rows.restype = i64
+    library.hc_sum_rows.argtypes = (pointer, pointer, i64, pointer, i64, i32)
+    library.hc_sum_rows.restype = i64
     library.hc_lowbit.argtypes = (pointer, pointer, i64, i64, pointer, pointer, i64, i64, i32, pointer)
     library.hc_lowbit.restype = i64
     library.hc_set_common.argtypes = (i32, ctypes.c_char_p)

@@ -14,7 +14,7 @@ from flax import nnx
 from dynajax.config import ModelSpec
 from dynajax.ops.attention import attention, cached_attention
 from dynajax.ops.ffn import combine
-from dynajax.ops.linear import as_weights, contract, layer_norm, rms_norm
+from dynajax.ops.linear import as_weights, contract, contract_each, layer_norm, rms_norm
 from dynajax.ops.rotary import rotate
 from dynajax.ops.routing import all_experts, first_come, route, router_logits, spread
 
@@ -81,16 +81,17 @@ class AttentionBlock(nnx.Module):
         """x [B,T,D], positions [B,T] -> q [B,T,N,H], k and v [B,T,KV,H], float32, rotated where the model does that."""
         spec = self.spec
         h = normed(spec, x, self.attention_norm, self.attention_norm_bias)
-        q = self._heads(h, self.q, self.q_bias, self.q_norm)
-        k = self._heads(h, self.k, self.k_bias, self.k_norm)
-        v = self._heads(h, self.v, self.v_bias, None)
+        q, k, v = contract_each(h, [self.q[...], self.k[...], self.v[...]])
+        q = self._heads(q, self.q_bias, self.q_norm)
+        k = self._heads(k, self.k_bias, self.k_norm)
+        v = self._heads(v, self.v_bias, None)
         if spec.rope is None:
             return q, k, v
         return rotate(q, positions, spec.rope), rotate(k, positions, spec.rope), v
 
-    def _heads(self, h: jax.Array, weight: nnx.Param, bias: nnx.Param | None, norm: nnx.Param | None) -> jax.Array:
-        """One projection, cut into heads [B,T,heads,H], each normed where the model does that."""
-        out = _shifted(contract("BTD,OD->BTO", h, weight[...]), bias)
+    def _heads(self, out: jax.Array, bias: nnx.Param | None, norm: nnx.Param | None) -> jax.Array:
+        """A projection [B,T,O], cut into heads [B,T,heads,H], each normed where the model does that."""
+        out = _shifted(out, bias)
         if self.spec.qk_norm_whole and norm is not None:
             out = rms_norm(out, norm[...], self.spec.norm_eps)
         out = out.reshape(*out.shape[:2], -1, self.spec.head_dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -40,6 +40,38 @@ def contract_reference(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array
     b = as_weights(b)
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum(subscripts, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def contract_each(a: jax.Array, matrices: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """`contract("...D,OD->...O", a, b)` for each of several matrices b, for which the CPU backend makes one call.
+
+    That is where they are alike but for their rows, and not float32.
+    """
+    alike = len({(b.dtype, b.shape[1:]) for b in matrices}) == 1
+    if not alike or matrices[0].dtype == jnp.float32:
+        return _contract_apart(a, tuple(matrices))
+    return _contract_alike(a, tuple(matrices))
+
+
+def _contract_apart(a: jax.Array, matrices: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(contract("...D,OD->...O", a, b) for b in matrices)
+
+
+@jax.custom_jvp
+def _contract_alike(a: jax.Array, matrices: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return jax.lax.platform_dependent(a, matrices, cpu=_each_on_cpu, default=_contract_apart)
+
+
+@_contract_alike.defjvp
+def _alike_jvp(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+    return jax.jvp(_contract_apart, primals, tangents)
+
+
+def _each_on_cpu(a: jax.Array, matrices: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    if ffi.unavailable() is not None:
+        return _contract_apart(a, matrices)
+    found = ffi.dot_each_ffi(_as_rows(a), matrices)
+    return tuple(y.reshape(*a.shape[:-1], y.shape[1]) for y in found)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -80,8 +112,12 @@ def _meets_rows(subscripts: str) -> bool | None:
 
 def _by_rows(product: Callable[[jax.Array, jax.Array], jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
     """A product of float32 rows [T, ...] with `a`, whatever axes it has before the last."""
-    found = product(a.astype(jnp.float32).reshape(math.prod(a.shape[:-1]), a.shape[-1]), b)
+    found = product(_as_rows(a), b)
     return found.reshape(*a.shape[:-1], found.shape[1])
+
+
+def _as_rows(a: jax.Array) -> jax.Array:
+    return a.astype(jnp.float32).reshape(math.prod(a.shape[:-1]), a.shape[-1])
 
 
 def rms_norm(

@@ -106,10 +106,16 @@ int32_t hc_set_common(int32_t threads, const char* isa) {
   return status;
 }
 
-int64_t hc_matmul(void* pool, const float* x, int64_t tokens, const void* weights, int64_t rows, int64_t width,
-                  int32_t dtype, int32_t sum_rows, float* y) {
+int64_t hc_dot_rows(void* pool, const float* x, int64_t tokens, const hc_matrix* matrices, int64_t count, int64_t width,
+                    int32_t dtype) {
   return in_turn(pool, [&](Pool& own, const Kernels& kernels) {
-    matmul(own, kernels, {x, tokens, weights, rows, width, dtype, sum_rows != 0, y});
+    dot_rows(own, kernels, {x, tokens, matrices, count, width, dtype});
+  });
+}
+
+int64_t hc_sum_rows(void* pool, const float* x, int64_t tokens, const hc_matrix* matrix, int64_t width, int32_t dtype) {
+  return in_turn(pool, [&](Pool& own, const Kernels& kernels) {
+    sum_rows(own, kernels, {x, tokens, matrix, 1, width, dtype});
   });
 }
 

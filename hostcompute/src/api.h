@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-constexpr int32_t hc_abi = 7;
+constexpr int32_t hc_abi = 8;
 
 #define HC_API extern "C" __attribute__((visibility("default")))
 
@@ -36,7 +36,7 @@ HC_API void* hc_pool_create(int32_t threads, const char* isa, int32_t* status);
 HC_API void hc_pool_destroy(void* pool);
 HC_API const char* hc_pool_isa(void* pool);
 
-// y[B,D] = FFN of x[B,D] over `count` units; units: null for 0, 1, 2, ... pool as in hc_matmul. activation: 0 relu, 1
+// y[B,D] = FFN of x[B,D] over `count` units; units: null for 0, 1, 2, ... pool as in hc_dot_rows. activation: 0 relu, 1
 // fatrelu, 2 silu, 3 drelu; the last one, relu(gate) * relu(up), needs three parts. admit: uint8 [B,count] or null:
 // where it is 0 the unit is zero for the row, whatever its gate, and one that no row admits is not read; with
 // skip_zeros zeros are then skipped of silu too. weights: [B,count] or null, what a unit's share of a row is
@@ -54,17 +54,27 @@ HC_API int64_t hc_gather(void* pool, const hc_arena* arena, const int32_t* units
 // The sum of the 64-bit words of a buffer, read once by all threads: what a benchmark compares with.
 HC_API uint64_t hc_read_sum(void* pool, const void* data, int64_t bytes);
 
-// Products with all rows of weights [rows, width]: y[tokens, rows] = x[tokens, width] . rows; with sum_rows
-// y[tokens, width] = x[tokens, rows] times the rows. dtype and width as in hc_arena. pool: null for the one that
-// programs share, which is the pool opened first among the open ones; where none is, one of as many threads as
-// hc_set_common said last. hc_ok, hc_no_memory or hc_no_resources.
-HC_API int64_t hc_matmul(void* pool, const float* x, int64_t tokens, const void* weights, int64_t rows, int64_t width,
-                         int32_t dtype, int32_t sum_rows, float* y);
+// The rows of a matrix in a program's memory, and where its products go.
+struct hc_matrix {
+  const void* weights;  // [rows, width]
+  int64_t rows;
+  float* y;
+};
+
+// Products with all rows of several matrices: y[tokens, rows] of each = x[tokens, width] . rows. dtype and width as in
+// hc_arena. pool: null for the one that programs share, which is the pool opened first among the open ones; where none
+// is, one of as many threads as hc_set_common said last. hc_ok, hc_no_memory or hc_no_resources.
+HC_API int64_t hc_dot_rows(void* pool, const float* x, int64_t tokens, const hc_matrix* matrices, int64_t count,
+                           int64_t width, int32_t dtype);
+
+// y[tokens, width] = x[tokens, rows] times the rows of a matrix; else the same.
+HC_API int64_t hc_sum_rows(void* pool, const float* x, int64_t tokens, const hc_matrix* matrix, int64_t width,
+                           int32_t dtype);
 
 // Products with all rows of a packed matrix: y[tokens, rows] = x[tokens, width] . rows. codes: uint8
 // [rows, groups * 4 * bits]; scales: float16 [rows, groups]; bits 1, 2, 4 or 8. A group is 32 columns, see
 // src/lowbit.h; width is at most that of all groups, and columns behind it count for nothing. pool and result as in
-// hc_matmul.
+// hc_dot_rows.
 HC_API int64_t hc_lowbit(void* pool, const float* x, int64_t tokens, int64_t width, const uint8_t* codes,
                          const uint16_t* scales, int64_t rows, int64_t groups, int32_t bits, float* y);
 
@@ -87,7 +97,7 @@ struct hc_attention {
   int32_t dtype;   // of k and v, as in hc_arena
 };
 
-// y = softmax(scale q k) v, zeros where no key is seen. pool and result as in hc_matmul.
+// y = softmax(scale q k) v, zeros where no key is seen. pool and result as in hc_dot_rows.
 HC_API int64_t hc_attend(void* pool, const hc_attention* call);
 
 // hc_ok, hc_unknown_isa or hc_missing_isa. Starts no thread.

@@ -1,4 +1,4 @@
-// Few tokens: one piece of work is one token's queries of one head of the cache: the products with its keys up to the
+// Few tokens: one piece of work are a few of one token's queries of one head of the cache: the products with its keys up to the
 // token's position, their softmax, and the values weighted with it. Keys and values are read once for up to `tile`
 // queries.
 #include "attend.h"
@@ -7,9 +7,14 @@
 #include <atomic>
 #include <cstring>
 
+#include "gemm.h"
+
 namespace {
 
 constexpr int64_t few_tokens = 4;
+constexpr int64_t least_pieces = 6;
+constexpr int64_t rows_ahead = 16;
+constexpr int64_t line = 64;
 constexpr int64_t alone = 1 << 16;  // products; fewer are computed before another thread has woken up
 
 class Attend {
@@ -20,14 +25,14 @@ class Attend {
         tiles_(kernels.tiles[call.dtype]),
         softmax_(kernels.softmax),
         element_(call.dtype == 0 ? 4 : 2),
-        group_(call.heads / call.cache_heads) {}
+        group_(call.heads / call.cache_heads),
+        together_(find_together()) {}
 
   void run() {
     const int64_t floats = tile * (call_.keys + call_.size);
     for (int thread = 0; thread < pool_.threads(); ++thread) pool_.scratch(thread).reserve(floats * sizeof(float));
     const auto task = [](void* context, int thread) { static_cast<Attend*>(context)->work(thread); };
-    const int64_t pieces = call_.batch * call_.tokens * call_.cache_heads;
-    if (pieces == 1 || pieces * group_ * seen_at_most() * (call_.size + call_.values) <= alone) {
+    if (pieces() == 1 || call_.batch * call_.tokens * call_.heads * seen_at_most() * (call_.size + call_.values) <= alone) {
       task(this, 0);
     } else {
       pool_.run(task, this);
@@ -35,6 +40,15 @@ class Attend {
   }
 
  private:
+  // Queries of a piece: `tile`, or fewer for threads to have something to share. Nothing depends on how many they are.
+  int64_t find_together() const {
+    const int64_t all = call_.batch * call_.tokens * call_.cache_heads;
+    int64_t together = std::min<int64_t>(tile, group_);
+    while (together > 1 && all * ceil_div(group_, together) < least_pieces) together = ceil_div(together, 2);
+    return together;
+  }
+  int64_t pieces() const { return call_.batch * call_.tokens * call_.cache_heads * ceil_div(group_, together_); }
+
   int64_t seen_at_most() const {
     int64_t most = 0;
     for (int64_t i = 0; i < call_.batch * call_.tokens; ++i) {
@@ -46,12 +60,12 @@ class Attend {
 
   void work(int thread) {
     float* scratch = static_cast<float*>(pool_.scratch(thread).data());
-    const int64_t pieces = call_.batch * call_.tokens * call_.cache_heads;
-    for (int64_t piece = taken_.fetch_add(1); piece < pieces; piece = taken_.fetch_add(1)) {
-      const int64_t token = piece / call_.cache_heads;  // of all rows
-      const int64_t head = piece % call_.cache_heads;
-      for (int64_t first = 0; first < group_; first += tile)
-        queries(token, head, first, static_cast<int>(std::min<int64_t>(tile, group_ - first)), scratch);
+    const int64_t parts = ceil_div(group_, together_);
+    for (int64_t piece = taken_.fetch_add(1); piece < pieces(); piece = taken_.fetch_add(1)) {
+      const int64_t head = piece / parts;  // of the cache, of all tokens
+      const int64_t first = piece % parts * together_;
+      const int count = static_cast<int>(std::min(together_, group_ - first));
+      queries(head / call_.cache_heads, head % call_.cache_heads, first, count, scratch);
     }
   }
 
@@ -73,29 +87,49 @@ class Attend {
     const int64_t keys = seen.end - seen.begin;
     if (keys == 0) return;
     const int64_t row = (token / call_.tokens * call_.keys + seen.begin) * call_.cache_heads + head;
-    for_rows(call_.k, row, call_.size, keys, [&](int64_t s, int n, const void* const* rows, const void* const* next) {
+    const Heads k = find_heads(call_.k, row, call_.size);
+    const Heads v = find_heads(call_.v, row, call_.values);
+    for_rows(k, keys, [&](int64_t s, int n, const void* const* rows, const void* const* next) {
+      for (int i = 0; i < n; ++i) v.fetch(s + i);
       tiles_.dot[n != 1][count - 1](rows, x, call_.size, next, scratch + s * count);
     });
     float sums[tile];
     softmax_(scratch, keys, count, sums);
-    for_rows(call_.v, row, call_.values, keys, [&](int64_t s, int n, const void* const* rows, const void* const* next) {
+    for_rows(v, keys, [&](int64_t s, int n, const void* const* rows, const void* const* next) {
       tiles_.axpy[n != 1][count - 1](rows, scratch + s * count, call_.values, next, y);
     });
     for (int t = 0; t < count; ++t)
       for (int64_t i = 0; i < call_.values; ++i) y[t][i] /= sums[t];
   }
 
+  // The rows of one head in a cache.
+  struct Heads {
+    const char* first;
+    int64_t bytes;
+    int64_t step;
+    const char* row(int64_t s) const { return first + s * step; }
+    __attribute__((always_inline)) void fetch(int64_t s) const {
+      for (int64_t at = 0; at < bytes; at += line) __builtin_prefetch(row(s) + at, 0, 2);
+    }
+  };
+  Heads find_heads(const void* cache, int64_t first, int64_t width) const {
+    const int64_t bytes = width * element_;
+    return {static_cast<const char*>(cache) + first * bytes, bytes, call_.cache_heads * bytes};
+  }
+
   // Calls kernel(s, n, rows, next) for the rows of one head from one on, n = `tile` or 1 of them at a time.
   template <typename Kernel>
-  void for_rows(const void* cache, int64_t first, int64_t width, int64_t count, Kernel kernel) const {
-    const char* row = static_cast<const char*>(cache) + first * width * element_;
-    const int64_t step = call_.cache_heads * width * element_;
+  static void for_rows(const Heads& heads, int64_t count, Kernel kernel) {
     for (int64_t s = 0; s < count;) {
       const int n = count - s >= tile ? tile : 1;
-      const int known = static_cast<int>(std::min<int64_t>(2 * n, count - s));
-      const void* rows[2 * tile];
-      for (int i = 0; i < known; ++i) rows[i] = row + (s + i) * step;
-      kernel(s, n, rows, known == 2 * n ? rows + n : nullptr);
+      const bool known = s + rows_ahead + n <= count;
+      const void* rows[tile];
+      const void* next[tile];
+      for (int i = 0; i < n; ++i) {
+        rows[i] = heads.row(s + i);
+        next[i] = heads.row(s + rows_ahead + i);
+      }
+      kernel(s, n, rows, known ? next : nullptr);
       s += n;
     }
   }
@@ -106,6 +140,7 @@ class Attend {
   void (*const softmax_)(float*, int64_t, int, float*);
   const int64_t element_;
   const int64_t group_;  // queries that share a head of the cache
+  const int64_t together_;
   std::atomic<int64_t> taken_{0};
 };
 

@@ -93,4 +93,12 @@ void in_two_passes(DotTile early, DotTile late, const void* const* rows, const f
     for (int t = first; t < T; ++t) out[r * T + t] = part[r * (T - first) + t - first];
 }
 
+// out[r * step] = the sum over rows[r], of four of them; rows are used up.
+__attribute__((always_inline)) inline void four_sums(Simd::reg (&rows)[tile], float* out, int64_t step) {
+  Simd::transpose(rows);
+  float sums[tile];
+  Simd::store_quad(sums, Simd::add(Simd::add(rows[0], rows[1]), Simd::add(rows[2], rows[3])));
+  for (int r = 0; r < tile; ++r) out[r * step] = sums[r];
+}
+
 }  // namespace

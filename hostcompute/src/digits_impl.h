@@ -161,7 +161,11 @@ void digit_dot(const void* const* rows, const float* const* x, int64_t d, const 
       add(factors, group + i * block_groups, left, i);
     }
   }
-  for (int r = 0; r < R; ++r) out[r] = Simd::sum(sums[r]);
+  if constexpr (R == tile) {
+    four_sums(sums, out, 1);
+  } else {
+    for (int r = 0; r < R; ++r) out[r] = Simd::sum(sums[r]);
+  }
 }
 
 constexpr Kernels with_digits(Kernels kernels) {

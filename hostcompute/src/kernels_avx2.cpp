@@ -43,6 +43,9 @@ struct Simd {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
+  static void store_quad(float* p, reg value) {
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1)));
+  }
   static ints words(reg value) { return _mm256_castps_si256(value); }
   static ints widen(const uint8_t* bytes) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));

@@ -40,6 +40,11 @@ struct Simd {
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
   static reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
   static float sum(reg value) { return _mm512_reduce_add_ps(value); }
+  static void store_quad(float* p, reg value) {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(value), _mm256_castpd_ps(_mm512_extractf64x4_pd(
+                                                                         _mm512_castps_pd(value), 1)));
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  }
   static ints words(reg value) { return _mm512_castps_si512(value); }
   static ints widen(const uint8_t* bytes) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));

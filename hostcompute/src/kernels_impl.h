@@ -3,8 +3,8 @@
 // library: code compiled for AVX-512 must not be shared by the linker with code for any CPU.
 //
 // Simd has: reg, width, max_sums (registers for running sums), max_pairs (of a row and a token, so that registers are
-// left for the operands), zero, broadcast, load (of each weight type), store, add, fma, sum, and
-// stream_line(to, from), which copies 64 aligned bytes past the caches. What packed matrices need besides is said in
+// left for the operands), zero, broadcast, load (of each weight type), store, add, fma, sum, transpose and store_quad
+// (see four_sums), and stream_line(to, from), which copies 64 aligned bytes past the caches. What packed matrices need besides is said in
 // lowbit_impl.h.
 
 namespace {
@@ -51,13 +51,19 @@ void dot_tile(const void* const* rows, const float* const* x, int64_t d, const v
       for (int v = 0; v < per_chunk / Simd::width; ++v) step(i + v * Simd::width, v % K);
     }
     for (; i + Simd::width <= d; i += Simd::width) step(i, 0);
-    for (int r = 0; r < R; ++r) {
-      for (int t = 0; t < T; ++t) {
+    for (int t = 0; t < T; ++t) {
+      typename Simd::reg totals[R];
+      for (int r = 0; r < R; ++r) {
         for (int k = 1; k < K; ++k) sums[r][t][0] = Simd::add(sums[r][t][0], sums[r][t][k]);
-        float sum = Simd::sum(sums[r][t][0]);
-        for (int64_t k = i; k < d; ++k) sum += to_float(w[r][k]) * x[t][k];
-        out[r * T + t] = sum;
+        totals[r] = sums[r][t][0];
       }
+      if constexpr (R == tile) {
+        four_sums(totals, out + t, T);
+      } else {
+        for (int r = 0; r < R; ++r) out[r * T + t] = Simd::sum(totals[r]);
+      }
+      for (int r = 0; r < R; ++r)
+        for (int64_t k = i; k < d; ++k) out[r * T + t] += to_float(w[r][k]) * x[t][k];
     }
   }
 }

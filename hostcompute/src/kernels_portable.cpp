@@ -42,6 +42,7 @@ struct Simd {
   static reg add(reg a, reg b) { return a + b; }
   static reg fma(reg a, reg b, reg c) { return a * b + c; }
   static float sum(reg value) { return (value[0] + value[2]) + (value[1] + value[3]); }
+  static void store_quad(float* p, reg value) { store(p, value); }
   static ints words(reg value) {
     ints result;
     std::memcpy(&result, &value, sizeof result);

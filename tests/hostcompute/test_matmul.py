@@ -1,5 +1,6 @@
 """Products with a whole matrix, 16-bit or packed: the kernels, their threads, and the custom call inside programs."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from hostcompute import HostPool, default_threads, library
-from hostcompute.ffi import MATMUL, dot_rows_ffi, sum_rows_ffi, unavailable
+from hostcompute.ffi import DOT_ROWS, SUM_ROWS, dot_each_ffi, dot_rows_ffi, sum_rows_ffi, unavailable
 from hostcompute.packed import row_type, row_values, widened
 from tests.hostcompute.cases import ISAS, pack_random
 
@@ -46,14 +47,34 @@ def operands(dtype: str, rows: int, width: int, tokens: int, *, sums: bool) -> t
     return np.maximum(x, 0) if sums else x, weights
 
 
+class Matrix(ctypes.Structure):
+    """hc_matrix of src/api.h."""
+
+    _fields_ = (("weights", ctypes.c_void_p), ("rows", ctypes.c_int64), ("y", ctypes.c_void_p))
+
+
+def products(pool: HostPool | None, x: np.ndarray, matrices: list[np.ndarray]) -> list[np.ndarray]:
+    """With all rows of each, by the C interface, in the pool's threads and with its kernels; None: in those that
+    programs use."""
+    results = [np.full((len(x), len(weights)), np.nan, np.float32) for weights in matrices]
+    table = (Matrix * len(matrices))(
+        *((w.ctypes.data, len(w), y.ctypes.data) for w, y in zip(matrices, results, strict=True))
+    )
+    width, kind = row_values(matrices[0]), ALL_CODES[row_type(matrices[0])]
+    handle, call = None if pool is None else pool.handle, library.load_library().hc_dot_rows
+    assert call(handle, x.ctypes.data, len(x), ctypes.addressof(table), len(matrices), width, kind) == 0
+    return results
+
+
 def product(pool: HostPool | None, x: np.ndarray, weights: np.ndarray, *, sums: bool) -> np.ndarray:
-    """By the C interface, in the pool's threads and with its kernels; None: in those that programs use."""
-    tokens, rows, width = len(x), len(weights), row_values(weights)
-    y = np.full((tokens, width if sums else rows), np.nan, np.float32)
-    call = library.load_library().hc_matmul
-    x_at, w_at, y_at = (array.ctypes.data for array in (x, weights, y))
-    handle = None if pool is None else pool.handle
-    assert call(handle, x_at, tokens, w_at, rows, width, ALL_CODES[row_type(weights)], int(sums), y_at) == 0
+    """The same with one matrix; or its rows, summed."""
+    if not sums:
+        return products(pool, x, [weights])[0]
+    y = np.full((len(x), row_values(weights)), np.nan, np.float32)
+    matrix = Matrix(weights.ctypes.data, len(weights), y.ctypes.data)
+    handle, call = None if pool is None else pool.handle, library.load_library().hc_sum_rows
+    kind = ALL_CODES[row_type(weights)]
+    assert call(handle, x.ctypes.data, len(x), ctypes.addressof(matrix), row_values(weights), kind) == 0
     return y
 
 
@@ -78,6 +99,44 @@ def test_kernels_equal_the_reference_and_threads_change_no_bit(pool_of, isa, dty
             assert_product(y, x, weights, sums=sums)
             for threads in (2, 3, 3):
                 np.testing.assert_array_equal(product(pool_of(isa, threads), x, weights, sums=sums), y)
+
+
+@pytest.mark.parametrize("dtype", ALL_CODES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_several_matrices_at_once_change_no_bit(pool_of, isa, dtype):
+    for tokens in (1, 2, 9, 40):
+        pairs = [operands(dtype, rows, 160, tokens, sums=False) for rows in (1, 300, 37, 130)]
+        x, matrices = pairs[0][0], [weights for _, weights in pairs]
+        matrices.insert(2, matrices[0][:0])  # without rows
+        for threads in (1, 3):
+            together = products(pool_of(isa, threads), x, matrices)
+            for y, weights in zip(together, matrices, strict=True):
+                assert_product(y, x, weights, sums=False)
+                np.testing.assert_array_equal(y, product(pool_of(isa, 2), x, weights, sums=False))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_token_in_integers_is_as_exact_as_in_float32(pool_of, isa):
+    """Groups of very different size, and within one; none is lost beside the largest, nor is a token that is no number.
+
+    Every weight is 1 or 2, times a scale of 1: codes 9 and 10.
+    """
+    rng = np.random.default_rng(3)
+    width, pool = 576, pool_of(isa, 1)
+    weights = np.full((8, width // 32, 18), 0x99, np.uint8)
+    weights[1::2] = 0xAA
+    weights.reshape(8, -1)[:, -2 * (width // 32) :] = np.ones(width // 32, np.float16).view(np.uint8)
+    sizes = np.repeat(2.0 ** rng.integers(-140, 100, width // 32), 32)
+    for x in (sizes * rng.uniform(-1, 1, width), np.zeros(width), sizes * rng.integers(-9, 10, width)):
+        token = x.astype(np.float32)[None]
+        groups = np.abs(token.reshape(-1, 32).astype(np.float64)).max(axis=1)
+        found = product(pool, token, weights, sums=False)[0]
+        wanted = widened(weights).astype(np.float64) @ token[0].astype(np.float64)
+        np.testing.assert_allclose(found, wanted, rtol=2e-7, atol=2**-22 * 32 * groups.max() + 2.0**-126 * width)
+    for bad in (np.nan, np.inf, -np.inf):
+        token = np.ones((1, width), np.float32)
+        token[0, 77] = bad
+        assert not np.isfinite(product(pool, token, weights, sums=False)).any()
 
 
 @pytest.mark.parametrize("sums", [False, True])
@@ -215,28 +274,49 @@ def test_a_wrong_operand_is_named_while_tracing(message, x, weights):
 
 
 @needs_ffi
+def test_several_matrices_in_a_program():
+    x, weights = operands("int4", 96, 64, 3, sums=False)
+    run = jax.jit(dot_each_ffi)
+    for y, rows in zip(run(x, (weights, weights[:5])), (weights, weights[:5]), strict=True):
+        np.testing.assert_array_equal(y, product(None, x, np.ascontiguousarray(rows), sums=False))
+    assert run.lower(x, (weights, weights[:5])).as_text().count(DOT_ROWS) == 1
+    for other in (weights[:, :1], weights.view(np.float16).reshape(96, -1)[:, :64]):
+        with pytest.raises(ValueError, match="matrices must be alike but for their rows, got uint8"):
+            run(x, (weights, other))
+
+
+@needs_ffi
 @pytest.mark.parametrize(
     ("message", "bad"),
     [
-        ("weights must be a matrix of float16, bfloat16 or its bits", {"weights": np.zeros((3, 4), np.float32)}),
-        ("weights must be a matrix", {"weights": np.zeros(12, np.float16)}),
-        (r"or packed in uint8 \[rows, groups, 34 or 18\]", {"weights": np.zeros((3, 1, 20), np.uint8)}),
-        (r"or packed in uint8 \[rows, groups, 34 or 18\]", {"weights": np.zeros((3, 34), np.uint8)}),
+        ("weights must be matrices of float16, bfloat16 or its bits", {"weights": np.zeros((3, 4), np.float32)}),
+        ("weights must be matrices", {"weights": np.zeros(12, np.float16)}),
+        ("weights must be a matrix", {"weights": np.zeros(12, np.float16), "target": SUM_ROWS}),
+        (r".* or packed in uint8 \[rows, groups, 34 or 18\]", {"weights": np.zeros((3, 1, 20), np.uint8)}),
+        (r".* or packed in uint8 \[rows, groups, 34 or 18\]", {"weights": np.zeros((3, 34), np.uint8)}),
         ("x must be 32 wide, got 4", {"weights": np.zeros((3, 1, 18), np.uint8)}),
         ("x must be 4 wide, got 3", {"x": np.zeros((2, 3), np.float32)}),
-        ("x must be 3 wide, got 4", {"sum_rows": True}),
+        ("x must be 3 wide, got 4", {"target": SUM_ROWS}),
         (r"y must be \[2, 3\]", {"y": (2, 4)}),
         ("expected F32 but got F16", {"x": np.zeros((2, 4), np.float16)}),
     ],
 )
 def test_the_handler_names_what_is_wrong(message, bad):
-    good = {"x": np.zeros((2, 4), np.float32), "weights": np.zeros((3, 4), np.float16), "y": (2, 3), "sum_rows": False}
+    good = {"x": np.zeros((2, 4), np.float32), "weights": np.zeros((3, 4), np.float16), "y": (2, 3), "target": DOT_ROWS}
     case = good | bad
-    call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct(case["y"], np.float32))
+    call = jax.ffi.ffi_call(case["target"], jax.ShapeDtypeStruct(case["y"], np.float32))
+    with pytest.raises(PROGRAM_FAILED, match=f"{case['target']}: {message}" if "expected" not in message else message):
+        jax.jit(call)(case["x"], case["weights"]).block_until_ready()
+
+
+@needs_ffi
+@pytest.mark.parametrize("others", [[], [np.zeros((3, 5), np.float16)], [np.zeros((3, 4), ml_dtypes.bfloat16)]])
+def test_the_handler_refuses_matrices_that_are_not_alike(others):
+    matrices = [np.zeros((3, 4), np.float16), *others]
+    call = jax.ffi.ffi_call(DOT_ROWS, (jax.ShapeDtypeStruct((2, 3), np.float32),) * 2)
+    message = "matrices must be alike" if others else "each matrix needs a y"
     with pytest.raises(PROGRAM_FAILED, match=message):
-        jax.jit(lambda x, weights: call(x, weights, sum_rows=case["sum_rows"]))(
-            case["x"], case["weights"]
-        ).block_until_ready()
+        jax.block_until_ready(jax.jit(call)(np.zeros((2, 4), np.float32), *matrices))
 
 
 # --- which threads ------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dynajax.ops import linear
-from dynajax.ops.linear import as_weights, contract, contract_reference, layer_norm, rms_norm
+from dynajax.ops.linear import as_weights, contract, contract_each, contract_reference, layer_norm, rms_norm
+from dynajax.quant import pack
 
 RTOL = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}  # of the largest sum of absolute products
 TIGHT = dict.fromkeys(RTOL, 1e-6)  # where the other operand is not rounded to the weights' type
@@ -85,7 +86,8 @@ def test_without_the_library_only_rounding_differs(monkeypatch, subscripts, dtyp
 def calls(subscripts, dtype):
     """How many custom calls a program of one product makes."""
     a, b = pattern_operands(subscripts, dtype)
-    return jax.jit(contract, static_argnums=0).lower(subscripts, a, b).as_text().count(linear.ffi.MATMUL)
+    text = jax.jit(contract, static_argnums=0).lower(subscripts, a, b).as_text()
+    return text.count(linear.ffi.DOT_ROWS) + text.count(linear.ffi.SUM_ROWS)
 
 
 def test_matrices_of_16_bits_are_read_by_the_host_kernels():
@@ -144,11 +146,43 @@ def test_float32_weights_ask_for_full_precision(dtype):
     assert dot.params["preferred_element_type"] == jnp.float32
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint16", "packed"])
+def test_several_matrices_are_multiplied_in_one_call(dtype):
+    if dtype == "packed":
+        a, b = jnp.ones((2, 3, 64)), jnp.asarray(pack(np.random.default_rng(1).standard_normal((9, 64)), 4))
+    else:
+        a, b = pattern_operands("BTD,FD->BTF", dtype)
+    matrices = (b, b[:2], b[1:])
+    run = jax.jit(contract_each)
+    for found, matrix in zip(run(a, matrices), matrices, strict=True):
+        np.testing.assert_array_equal(found, jax.jit(contract, static_argnums=0)("BTD,FD->BTF", a, matrix))
+    assert run.lower(a, matrices).as_text().count(linear.ffi.DOT_ROWS) == (dtype != "float32")
+    mixed = (b, as_weights(b).astype(jnp.float32))
+    found, plain = run(a, mixed)
+    assert_product(plain, a, as_weights(b), 1e-5)
+    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_of_several_are_those_of_each(dtype):
+    a, b = pattern_operands("BTD,FD->BTF", dtype)
+
+    def loss(each, a, b):
+        return sum((y**2).sum() for y in each(a, (b, 2 * b)))
+
+    def apart(a, matrices):
+        return [contract_reference("BTD,FD->BTF", a, matrix) for matrix in matrices]
+
+    for found, expected in zip(*(jax.grad(loss, (1, 2))(each, a, b) for each in (contract_each, apart)), strict=True):
+        assert np.abs(expected).max() > 0
+        np.testing.assert_allclose(as_float64(found), as_float64(expected), rtol=1e-2, atol=0.2)
+
+
 def test_other_platforms_multiply_in_the_type_of_the_weights():
     """What a GPU would be given."""
     a, b = pattern_operands("TD,OD->TO", "float16")
     text = jax.jit(contract, static_argnums=0).trace("TD,OD->TO", a, b).lower(lowering_platforms=("cuda",)).as_text()
-    assert "dot_general" in text and "xf16>" in text and linear.ffi.MATMUL not in text
+    assert "dot_general" in text and "xf16>" in text and linear.ffi.DOT_ROWS not in text
 
 
 def norm_reference(x, weight, eps):
