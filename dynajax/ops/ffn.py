@@ -11,7 +11,8 @@ from dynajax.config import Activation
 from dynajax.ops.linear import as_weights, contract
 from hostcompute import ffi
 
-MOST_SKIPPING = 4  # tokens for which leaving out what is zero was measured to pay
+MOST_SKIPPING = 4  # tokens for which leaving out what is zero was measured to pay,
+LEAST_LISTED = 17  # and from more on again, for which the kernel sees by itself where it does
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -94,7 +95,7 @@ def _pool_ffn_on_cpu(h, parts, admit, *, activation: Activation, skip_zeros: boo
     if ffi.unavailable() is not None:
         return _counted_products(h, parts, admit, activation=activation)
     threshold = activation.threshold if activation.kind == "fatrelu" else 0.0
-    skips = skip_zeros and len(h) <= MOST_SKIPPING
+    skips = skip_zeros and (len(h) <= MOST_SKIPPING or len(h) >= LEAST_LISTED)
     return ffi.pool_ffn_ffi(h, parts, admit, activation=activation.kind, threshold=threshold, skip_zeros=skips)
 
 

@@ -93,12 +93,10 @@ void in_two_passes(DotTile early, DotTile late, const void* const* rows, const f
     for (int t = first; t < T; ++t) out[r * T + t] = part[r * (T - first) + t - first];
 }
 
-// out[r * step] = the sum over rows[r], of four of them; rows are used up.
-__attribute__((always_inline)) inline void four_sums(Simd::reg (&rows)[tile], float* out, int64_t step) {
-  Simd::transpose(rows);
-  float sums[tile];
-  Simd::store_quad(sums, Simd::add(Simd::add(rows[0], rows[1]), Simd::add(rows[2], rows[3])));
-  for (int r = 0; r < tile; ++r) out[r * step] = sums[r];
+// out[i] = the sum over regs[i], of four of them, which are used up.
+__attribute__((always_inline)) inline void four_sums(Simd::reg* regs, float* out) {
+  Simd::transpose(regs);
+  Simd::store_quad(out, Simd::add(Simd::add(regs[0], regs[1]), Simd::add(regs[2], regs[3])));
 }
 
 }  // namespace

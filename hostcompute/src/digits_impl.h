@@ -162,7 +162,7 @@ void digit_dot(const void* const* rows, const float* const* x, int64_t d, const 
     }
   }
   if constexpr (R == tile) {
-    four_sums(sums, out, 1);
+    four_sums(sums, out);
   } else {
     for (int r = 0; r < R; ++r) out[r] = Simd::sum(sums[r]);
   }

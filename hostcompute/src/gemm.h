@@ -72,11 +72,49 @@ struct Factors {
   int64_t row_step;
 };
 
+// Which of some rows concern each token, and by how much.
+class SparseFactors {
+ public:
+  static constexpr int64_t floats(int64_t tokens) { return tokens * (2 * gemm_rows + 1); }
+
+  SparseFactors(int64_t tokens, float* data)
+      : values_(data),
+        indices_(reinterpret_cast<int32_t*>(data + tokens * gemm_rows)),
+        counts_(indices_ + tokens * gemm_rows) {}
+
+  // Of h [tokens, rows] what is not zero.
+  void find(const float* h, int64_t tokens, int64_t rows) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      int32_t count = 0;
+      for (int64_t r = 0; r < rows; ++r) {
+        values_[t * gemm_rows + count] = h[t * rows + r];
+        indices_[t * gemm_rows + count] = static_cast<int32_t>(r);
+        count += h[t * rows + r] != 0;
+      }
+      counts_[t] = count;
+    }
+  }
+
+  const float* values(int64_t t) const { return values_ + t * gemm_rows; }
+  const int32_t* indices(int64_t t) const { return indices_ + t * gemm_rows; }
+  int64_t count(int64_t t) const { return counts_[t]; }
+
+ private:
+  float* const values_;
+  int32_t* const indices_;
+  int32_t* const counts_;
+};
+
 // What all calls for the rows of one matrix share. The scratch of a thread has `scratch_floats`.
 class Gemm {
  public:
   Gemm(const Kernels& kernels, int32_t dtype, int64_t width, float* scratch)
-      : gemm_(kernels.gemm), widen_(kernels.tiles[dtype].widen), dtype_(dtype), width_(width), scratch_(scratch) {}
+      : gemm_(kernels.gemm),
+        dot_(kernels.tiles[0].dot[0]),
+        widen_(kernels.tiles[dtype].widen),
+        dtype_(dtype),
+        width_(width),
+        scratch_(scratch) {}
 
   static constexpr int64_t scratch_floats(int64_t tokens) {
     return gemm_rows * (gemm_stride + tokens + GemmKernels::most_lanes);
@@ -92,12 +130,8 @@ class Gemm {
   template <typename Find>
   void sums(const Factors& h, int64_t tokens, const RowSet& rows, const RowSet& next, int64_t begin, int64_t end,
             Find y) const {
-    for (int64_t column = begin; column < end; column += stripe) {
-      const int64_t columns = std::min(stripe, end - column);
-      for (int64_t r = 0; r < rows.count; ++r)
-        widen_(rows.rows[r], width_, column, column + columns, scratch_ + r * columns);
-      Lines lines(*this, column + stripe < end ? rows : next, column + stripe < end ? column + stripe : begin, stripe);
-      const int64_t calls = ceil_div(tokens, gemm_tokens);
+    const int64_t calls = ceil_div(tokens, gemm_tokens);
+    for_stripes(rows, next, begin, end, [&](int64_t column, int64_t columns, Lines& lines) {
       for (int64_t call = 0; call < calls; ++call) {
         const int64_t t0 = tokens * call / calls;
         const int64_t some = tokens * (call + 1) / calls - t0;
@@ -107,7 +141,42 @@ class Gemm {
         gemm_.sum[some - 1]({scratch_, rows.count, h.data + t0 * h.token_step, h.token_step, h.row_step, columns, to,
                              now.lines, now.count});
       }
-    }
+    });
+  }
+
+  // The same over all columns, where few of the rows concern a token.
+  template <typename Find>
+  void sparse_sums(const SparseFactors& h, int64_t tokens, const RowSet& rows, const RowSet& next, Find y) const {
+    for_stripes(rows, next, 0, width_, [&](int64_t column, int64_t columns, Lines& lines) {
+      for (int64_t t = 0; t < tokens; ++t) {
+        const Lines::Some now = lines.take(tokens);
+        gemm_.sparse_sum(
+            {scratch_, h.indices(t), h.values(t), h.count(t), columns, y(t) + column, now.lines, now.count});
+      }
+    });
+  }
+
+  // y[t * step + r] = x(t) . row r for those r that concern t; anything for the others.
+  template <typename Find>
+  void sparse_dots(const SparseFactors& pairs, int64_t tokens, const RowSet& rows, const RowSet& next, Find x, float* y,
+                   int64_t step) const {
+    std::memset(y, 0, tokens * step * sizeof(float));
+    for_stripes(rows, next, 0, width_, [&](int64_t column, int64_t columns, Lines& lines) {
+      for (int64_t t = 0; t < tokens; ++t) {
+        lines.take(tokens).fetch();
+        const float* token = x(t) + column;
+        const int64_t count = pairs.count(t);
+        for (int64_t k = 0, n; k < count; k += n) {
+          n = std::min<int64_t>(tile, count - k);
+          const float* of[tile];
+          float out[tile];
+          for (int64_t i = 0; i < n; ++i) of[i] = scratch_ + pairs.indices(t)[k + i] * columns;
+          const void* one = token;
+          dot_[n - 1](&one, of, columns, nullptr, out);
+          for (int64_t i = 0; i < n; ++i) y[t * step + pairs.indices(t)[k + i]] += out[i];
+        }
+      }
+    });
   }
 
  private:
@@ -119,6 +188,9 @@ class Gemm {
     struct Some {
       const void* const* lines;
       int64_t count;
+      void fetch() const {
+        for (int64_t i = 0; i < count; ++i) __builtin_prefetch(lines[i], 0, 2);
+      }
     };
     Lines(const Gemm& gemm, const RowSet& rows, int64_t column, int64_t columns);
     Some take(int64_t calls) {
@@ -133,7 +205,20 @@ class Gemm {
     int64_t call_ = 0;
   };
 
+  // Calls work(column, columns, lines) when these columns of all rows were widened to the scratch.
+  template <typename Work>
+  void for_stripes(const RowSet& rows, const RowSet& next, int64_t begin, int64_t end, Work work) const {
+    for (int64_t column = begin; column < end; column += stripe) {
+      const int64_t columns = std::min(stripe, end - column);
+      for (int64_t r = 0; r < rows.count; ++r)
+        widen_(rows.rows[r], width_, column, column + columns, scratch_ + r * columns);
+      Lines lines(*this, column + stripe < end ? rows : next, column + stripe < end ? column + stripe : begin, stripe);
+      work(column, columns, lines);
+    }
+  }
+
   const GemmKernels& gemm_;
+  const DotTile* const dot_;  // of one float32 row; then [T - 1]
   const WidenRow widen_;
   const int32_t dtype_;
   const int64_t width_;

@@ -88,6 +88,33 @@ void gemm_sum(const GemmBlock& call) {
         call.y[t][i] += call.h[t * call.token_step + r * call.row_step] * call.rows[r * call.columns + i];
 }
 
+// The sums of V registers of columns stay where they are while the rows pass.
+template <int V>
+void gemm_sparse_columns(const GemmSparse& call, int64_t column) {
+  Simd::reg sums[V];
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) sums[v] = Simd::load(call.y + column + v * Simd::width);
+  for (int64_t k = 0; k < call.count; ++k) {
+    const float* row = call.rows + call.indices[k] * call.columns + column;
+    const Simd::reg value = Simd::broadcast(call.values[k]);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[v] = Simd::fma(value, Simd::load(row + v * Simd::width), sums[v]);
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) Simd::store(call.y + column + v * Simd::width, sums[v]);
+}
+
+void gemm_sparse_sum(const GemmSparse& call) {
+  constexpr int V = 8;
+  for (int64_t i = 0; i < call.fetches; ++i) __builtin_prefetch(call.fetch[i], 0, 2);
+  int64_t column = 0;
+  for (; column + V * Simd::width <= call.columns; column += V * Simd::width) gemm_sparse_columns<V>(call, column);
+  for (; column + Simd::width <= call.columns; column += Simd::width) gemm_sparse_columns<1>(call, column);
+  for (; column < call.columns; ++column)
+    for (int64_t k = 0; k < call.count; ++k)
+      call.y[column] += call.values[k] * call.rows[call.indices[k] * call.columns + column];
+}
+
 template <int V>
 constexpr GemmDot gemm_dot_kernel() {
   if constexpr (V <= Simd::gemm_vectors) {
@@ -139,6 +166,7 @@ constexpr GemmKernels make_gemm() {
           Simd::gemm_sums,
           {gemm_dot_kernel<1>(), gemm_dot_kernel<2>(), gemm_dot_kernel<3>(), gemm_dot_kernel<4>()},
           {gemm_sum<1>, gemm_sum<2>, gemm_sum<3>, gemm_sum<4>, gemm_sum<5>, gemm_sum<6>},
+          gemm_sparse_sum,
           gemm_pack,
           gemm_unpack};
 }

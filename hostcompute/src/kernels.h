@@ -61,6 +61,19 @@ struct GemmBlock {
 };
 using GemmSum = void (*)(const GemmBlock& block);
 
+// y[i] += sum over k of values[k] * row indices[k]: the same for one token, which few of the rows concern.
+struct GemmSparse {
+  const float* rows;  // [., columns]
+  const int32_t* indices;
+  const float* values;
+  int64_t count;
+  int64_t columns;
+  float* y;
+  const void* const* fetch;  // lines to prefetch meanwhile
+  int64_t fetches;
+};
+using GemmSparseSum = void (*)(const GemmSparse& call);
+
 struct GemmKernels {
   static constexpr int most_vectors = 4;
   static constexpr int most_lanes = 16;
@@ -69,6 +82,7 @@ struct GemmKernels {
   int sums;                   // registers of them: a tile of V vectors has sums / V rows
   GemmDot dot[most_vectors];  // [V - 1]
   GemmSum sum[gemm_tokens];   // [T - 1]
+  GemmSparseSum sparse_sum;
   // to [columns, lanes of all registers] = the columns from `begin` on of up to `vectors` registers of tokens; zeros
   // behind the last one.
   void (*pack)(const float* const* x, int64_t tokens, int64_t begin, int64_t columns, float* to);

@@ -51,20 +51,19 @@ void dot_tile(const void* const* rows, const float* const* x, int64_t d, const v
       for (int v = 0; v < per_chunk / Simd::width; ++v) step(i + v * Simd::width, v % K);
     }
     for (; i + Simd::width <= d; i += Simd::width) step(i, 0);
-    for (int t = 0; t < T; ++t) {
-      typename Simd::reg totals[R];
-      for (int r = 0; r < R; ++r) {
-        for (int k = 1; k < K; ++k) sums[r][t][0] = Simd::add(sums[r][t][0], sums[r][t][k]);
-        totals[r] = sums[r][t][0];
+    Simd::reg totals[R * T];
+    for (int r = 0; r < R; ++r) {
+      for (int t = 0; t < T; ++t) {
+        totals[r * T + t] = sums[r][t][0];
+        for (int k = 1; k < K; ++k) totals[r * T + t] = Simd::add(totals[r * T + t], sums[r][t][k]);
       }
-      if constexpr (R == tile) {
-        four_sums(totals, out + t, T);
-      } else {
-        for (int r = 0; r < R; ++r) out[r * T + t] = Simd::sum(totals[r]);
-      }
-      for (int r = 0; r < R; ++r)
-        for (int64_t k = i; k < d; ++k) out[r * T + t] += to_float(w[r][k]) * x[t][k];
     }
+    int at = 0;
+    for (; at + 4 <= R * T; at += 4) four_sums(totals + at, out + at);
+    for (; at < R * T; ++at) out[at] = Simd::sum(totals[at]);
+    for (int r = 0; r < R; ++r)
+      for (int t = 0; t < T; ++t)
+        for (int64_t k = i; k < d; ++k) out[r * T + t] += to_float(w[r][k]) * x[t][k];
   }
 }
 

@@ -77,7 +77,7 @@ class Plan {
   int64_t row_bytes() const { return row_bytes_; }
 
   bool routed() const { return visit_ != nullptr; }  // all tokens want all neurons
-  bool dense() const { return !skip && tokens > many_tokens; }
+  bool dense() const { return tokens > many_tokens; }
   bool up_decides() const { return skip && call.activation == drelu; }  // which down rows are needed
 
   // Whether every token wants every neuron as it is: marks lie side by side, and nothing is weighted or left out.
