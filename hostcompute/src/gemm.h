@@ -131,7 +131,7 @@ class Gemm {
   void sums(const Factors& h, int64_t tokens, const RowSet& rows, const RowSet& next, int64_t begin, int64_t end,
             Find y) const {
     const int64_t calls = ceil_div(tokens, gemm_tokens);
-    for_stripes(rows, next, begin, end, [&](int64_t column, int64_t columns, Lines& lines) {
+    for_stripes(stripe, rows, next, begin, end, [&](int64_t column, int64_t columns, Lines& lines) {
       for (int64_t call = 0; call < calls; ++call) {
         const int64_t t0 = tokens * call / calls;
         const int64_t some = tokens * (call + 1) / calls - t0;
@@ -147,7 +147,7 @@ class Gemm {
   // The same over all columns, where few of the rows concern a token.
   template <typename Find>
   void sparse_sums(const SparseFactors& h, int64_t tokens, const RowSet& rows, const RowSet& next, Find y) const {
-    for_stripes(rows, next, 0, width_, [&](int64_t column, int64_t columns, Lines& lines) {
+    for_stripes(stripe, rows, next, 0, width_, [&](int64_t column, int64_t columns, Lines& lines) {
       for (int64_t t = 0; t < tokens; ++t) {
         const Lines::Some now = lines.take(tokens);
         gemm_.sparse_sum(
@@ -161,7 +161,7 @@ class Gemm {
   void sparse_dots(const SparseFactors& pairs, int64_t tokens, const RowSet& rows, const RowSet& next, Find x, float* y,
                    int64_t step) const {
     std::memset(y, 0, tokens * step * sizeof(float));
-    for_stripes(rows, next, 0, width_, [&](int64_t column, int64_t columns, Lines& lines) {
+    for_stripes(gemm_columns, rows, next, 0, width_, [&](int64_t column, int64_t columns, Lines& lines) {
       for (int64_t t = 0; t < tokens; ++t) {
         lines.take(tokens).fetch();
         const float* token = x(t) + column;
@@ -205,14 +205,14 @@ class Gemm {
     int64_t call_ = 0;
   };
 
-  // Calls work(column, columns, lines) when these columns of all rows were widened to the scratch.
+  // Calls work(column, columns, lines) when these columns of all rows, so many at most, were widened to the scratch.
   template <typename Work>
-  void for_stripes(const RowSet& rows, const RowSet& next, int64_t begin, int64_t end, Work work) const {
-    for (int64_t column = begin; column < end; column += stripe) {
-      const int64_t columns = std::min(stripe, end - column);
+  void for_stripes(int64_t most, const RowSet& rows, const RowSet& next, int64_t begin, int64_t end, Work work) const {
+    for (int64_t column = begin; column < end; column += most) {
+      const int64_t columns = std::min(most, end - column);
       for (int64_t r = 0; r < rows.count; ++r)
         widen_(rows.rows[r], width_, column, column + columns, scratch_ + r * columns);
-      Lines lines(*this, column + stripe < end ? rows : next, column + stripe < end ? column + stripe : begin, stripe);
+      Lines lines(*this, column + most < end ? rows : next, column + most < end ? column + most : begin, most);
       work(column, columns, lines);
     }
   }

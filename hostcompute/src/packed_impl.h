@@ -175,14 +175,20 @@ void packed_axpy(const void* const* rows, const float* h, int64_t d, const void*
 template <int Bits>
 void packed_widen(const void* row, int64_t d, int64_t begin, int64_t end, float* to) {
   const PackedRows<Bits, 1> packed(&row, d / group_columns);
-  for (int64_t group = begin / group_columns; group < end / group_columns; ++group, to += group_columns) {
-    const Simd::reg factor = Simd::broadcast(to_float(packed.scales[0][group]));
+  const int64_t last = end / group_columns;
+  for (int64_t first = begin / group_columns; first < last; first += Simd::width) {
+    const int64_t count = last - first < Simd::width ? last - first : Simd::width;
+    float factors[Simd::width];
+    Simd::store(factors, load_some(packed.scales[0] + first, count));
+    for (int64_t g = 0; g < count; ++g, to += group_columns) {
+      const Simd::reg factor = Simd::broadcast(factors[g]);
 #pragma GCC unroll 4
-    for (int step = 0; step < group_steps; ++step) {
-      Simd::reg levels[2];
-      load_levels<Bits>(packed.codes[0] + group * packed.group_bytes, step, levels);
-      Simd::store(to + step * Simd::width, Simd::mul(levels[0], factor));
-      Simd::store(to + group_half + step * Simd::width, Simd::mul(levels[1], factor));
+      for (int step = 0; step < group_steps; ++step) {
+        Simd::reg levels[2];
+        load_levels<Bits>(packed.codes[0] + (first + g) * packed.group_bytes, step, levels);
+        Simd::store(to + step * Simd::width, Simd::mul(levels[0], factor));
+        Simd::store(to + group_half + step * Simd::width, Simd::mul(levels[1], factor));
+      }
     }
   }
 }
