@@ -26,15 +26,16 @@ class OwnSession:
     def prefill(self, prompts: list[list[int]]) -> Logits:
         """All but the last tokens as prompts, and a first step with those."""
         parts, last = self._parts, len(prompts[0]) - 1
-        parts.reset_counters()
         for row, ids in enumerate(prompts):
             parts.stepper.prefill(row, ids[:-1], lambda done, total: None)
         self._position = last
-        logits = self.step([ids[-1] for ids in prompts]).copy()  # the device's own array would count as held
-        parts.reset_counters()
+        return self.step([ids[-1] for ids in prompts]).copy()  # the device's own array would count as held
+
+    def begin_steps(self) -> None:
+        """See Session."""
+        self._parts.reset_counters()
         self._begin = self._position
         self._held = self._memory()
-        return logits
 
     def step(self, ids: list[int]) -> Logits:
         """One token more in every row."""

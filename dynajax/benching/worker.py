@@ -35,6 +35,9 @@ class Session(Protocol):
     def prefill(self, prompts: list[list[int]]) -> Logits:
         """Every row's prompt, all of one length; the logits behind their last tokens."""
 
+    def begin_steps(self) -> None:
+        """Behind a prefill: the steps come next, and what is counted is theirs. Not timed."""
+
     def step(self, ids: list[int]) -> Logits:
         """One token more in every row."""
 
@@ -49,6 +52,9 @@ class PlainSession(ABC):
         """See Session."""
         self._forget()
         return self._run(prompts)
+
+    def begin_steps(self) -> None:
+        """Nothing is counted."""
 
     def step(self, ids: list[int]) -> Logits:
         """See Session."""
@@ -88,6 +94,7 @@ def run_round(session: Session, prompts: list[list[int]], following: list[list[i
     begin, cpu = time.perf_counter(), time.process_time()
     chosen.append(session.prefill(prompts).argmax(-1).tolist())
     prefill_s, prefill_cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+    session.begin_steps()
     cpu = time.process_time()
     for ids in following:
         begin = time.perf_counter()

@@ -60,6 +60,7 @@ class Programs:
         self.compile_s = 0.0
         self._host_call = host_call
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
+        self._temp_bytes: dict[tuple, int] = {}
         spec = shapes.spec
         self._graphdef, state = nnx.split(nnx.eval_shape(self._block_of))
         self.leaf_names = tuple(sorted(nnx.to_pure_dict(state)))
@@ -115,9 +116,12 @@ class Programs:
 
     def temp_bytes(self, kind: str, *sizes: int | str) -> int:
         """Bytes of temporaries of one program, compiled if need be."""
-        analysis = self.get(kind, *sizes).memory_analysis()
-        assert analysis is not None, f"this backend does not tell the size of temporaries ({kind})"
-        return analysis.temp_size_in_bytes
+        key = (kind, *sizes)
+        if key not in self._temp_bytes:  # asking takes milliseconds
+            analysis = self.get(kind, *sizes).memory_analysis()
+            assert analysis is not None, f"this backend does not tell the size of temporaries ({kind})"
+            self._temp_bytes[key] = analysis.temp_size_in_bytes
+        return self._temp_bytes[key]
 
     def get(self, kind: str, *sizes: int | str) -> jax.stages.Compiled:
         """The compiled program of this kind and these sizes."""

@@ -23,6 +23,8 @@ import time
 class Session:
     def prefill(self, prompts):
         return np.eye(4096)[[ids[-1] for ids in prompts]]
+    def begin_steps(self):
+        pass
     def step(self, ids):
         time.sleep(1e-4)
         return np.eye(4096)[ids]
