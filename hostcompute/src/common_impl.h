@@ -93,10 +93,16 @@ void in_two_passes(DotTile early, DotTile late, const void* const* rows, const f
     for (int t = first; t < T; ++t) out[r * T + t] = part[r * (T - first) + t - first];
 }
 
-// out[i] = the sum over regs[i], of four of them, which are used up.
-__attribute__((always_inline)) inline void four_sums(Simd::reg* regs, float* out) {
-  Simd::transpose(regs);
-  Simd::store_quad(out, Simd::add(Simd::add(regs[0], regs[1]), Simd::add(regs[2], regs[3])));
+// out[i] = the sum over regs[i], which are used up: four of them at a time, which takes as much as two alone.
+template <int N>
+__attribute__((always_inline)) inline void all_sums(Simd::reg (&regs)[N], float* out) {
+  int at = 0;
+  for (; at + 4 <= N; at += 4) {
+    Simd::reg* four = regs + at;
+    Simd::transpose(four);
+    Simd::store_quad(out + at, Simd::add(Simd::add(four[0], four[1]), Simd::add(four[2], four[3])));
+  }
+  for (; at < N; ++at) out[at] = Simd::sum(regs[at]);
 }
 
 }  // namespace

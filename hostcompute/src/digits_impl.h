@@ -161,11 +161,7 @@ void digit_dot(const void* const* rows, const float* const* x, int64_t d, const 
       add(factors, group + i * block_groups, left, i);
     }
   }
-  if constexpr (R == tile) {
-    four_sums(sums, out);
-  } else {
-    for (int r = 0; r < R; ++r) out[r] = Simd::sum(sums[r]);
-  }
+  all_sums<R>(sums, out);
 }
 
 constexpr Kernels with_digits(Kernels kernels) {

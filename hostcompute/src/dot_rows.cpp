@@ -16,9 +16,9 @@ constexpr int bound_tokens = pair;  // by memory
 // A piece for few tokens: an equal share of all rows, within limits, so that threads end together.
 constexpr int64_t shares = 16;
 constexpr int64_t least_piece_bytes = 8 * 1024;
-constexpr int64_t most_piece_bytes = 64 * 1024;
+constexpr int64_t most_piece_bytes = 1024 * 1024;
 constexpr int64_t pairs_ahead = 3;  // where rows are read in pairs, so many are on their way
-constexpr int64_t digits_ahead = 14 * 1024;  // bytes, where one token meets rows in integers
+constexpr int64_t bytes_ahead = 14 * 1024;  // of rows that are narrow, or multiplied in integers
 
 class DotRows {
  public:
@@ -103,9 +103,11 @@ class DotRows {
     return static_cast<const char*>(matrix.weights) + r * row_bytes_;
   }
 
+  bool narrow() const { return is_packed(call_.dtype) && row_bytes_ < (digits_ ? narrow_bytes : narrow_bytes / 2); }
+
   // How many rows one call of a kernel reads.
   int together() const {
-    if (call_.tokens > bound_tokens || (digits_ && row_bytes_ < narrow_bytes)) return tile;
+    if (call_.tokens > bound_tokens || narrow()) return tile;
     return is_packed(call_.dtype) || call_.width > wide_columns ? pair : 1;
   }
   DotTile kernel_for(int rows, int64_t tokens) const {
@@ -114,7 +116,8 @@ class DotRows {
   }
   // How many rows on the one is that is fetched while one of n is read.
   int64_t rows_ahead(int n) const {
-    if (digits_) return n * std::max<int64_t>(1, digits_ahead / (n * row_bytes_));
+    if (digits_ || (narrow() && call_.tokens <= bound_tokens))
+      return n * std::max<int64_t>(1, bytes_ahead / (n * row_bytes_));
     return n == pair ? n * pairs_ahead : n;
   }
 

@@ -4,7 +4,7 @@
 //
 // Simd has: reg, width, max_sums (registers for running sums), max_pairs (of a row and a token, so that registers are
 // left for the operands), zero, broadcast, load (of each weight type), store, add, fma, sum, transpose and store_quad
-// (see four_sums), and stream_line(to, from), which copies 64 aligned bytes past the caches. What packed matrices need besides is said in
+// (see all_sums), and stream_line(to, from), which copies 64 aligned bytes past the caches. What packed matrices need besides is said in
 // lowbit_impl.h.
 
 namespace {
@@ -58,9 +58,7 @@ void dot_tile(const void* const* rows, const float* const* x, int64_t d, const v
         for (int k = 1; k < K; ++k) totals[r * T + t] = Simd::add(totals[r * T + t], sums[r][t][k]);
       }
     }
-    int at = 0;
-    for (; at + 4 <= R * T; at += 4) four_sums(totals + at, out + at);
-    for (; at < R * T; ++at) out[at] = Simd::sum(totals[at]);
+    all_sums<R * T>(totals, out);
     for (int r = 0; r < R; ++r)
       for (int t = 0; t < T; ++t)
         for (int64_t k = i; k < d; ++k) out[r * T + t] += to_float(w[r][k]) * x[t][k];

@@ -124,12 +124,14 @@ void packed_dot(const void* const* rows, const float* const* x, int64_t d, const
       }
     };
     for_groups<Bits, R>(rows, next, d / group_columns, scales, group);
+    Simd::reg totals[R * T];
     for (int r = 0; r < R; ++r) {
       for (int t = 0; t < T; ++t) {
-        for (int k = 1; k < K; ++k) sums[r][t][0] = Simd::add(sums[r][t][0], sums[r][t][k]);
-        out[r * T + t] = Simd::sum(sums[r][t][0]);
+        totals[r * T + t] = sums[r][t][0];
+        for (int k = 1; k < K; ++k) totals[r * T + t] = Simd::add(totals[r * T + t], sums[r][t][k]);
       }
     }
+    all_sums<R * T>(totals, out);
   }
 }
 

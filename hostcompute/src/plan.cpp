@@ -57,7 +57,7 @@ int Plan::find_rows(int64_t block, const char** rows) const {
   if (block >= blocks) return 0;
   const hc_arena& arena = call.arena;
   const int64_t first = begin(block);
-  const int64_t end = begin(block + 1);
+  const int64_t end = (place(block) + 1) * neurons_ / blocks;
   for (int64_t j = first; j < end; ++j) {
     const int64_t unit = unit_of(j);
     const int64_t at = visit_ != nullptr ? visit_->position : position(unit);

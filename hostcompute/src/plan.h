@@ -67,7 +67,7 @@ class Plan {
     return sums + (visit_ == nullptr ? token : visit_->guests[token].slot) * call.arena.width;
   }
 
-  int64_t begin(int64_t block) const { return block * neurons_ / blocks; }  // its first neuron
+  int64_t begin(int64_t block) const { return place(block) * neurons_ / blocks; }  // its first neuron
 
   // Finds the part-0 row of each neuron of a block; returns how many there are. Part p lies part_place(p) bytes on.
   int find_rows(int64_t block, const char** rows) const;
@@ -125,6 +125,9 @@ class Plan {
   }
 
  private:
+  // A thread's blocks lie one behind the other, because the memory gives more to long streams.
+  int64_t place(int64_t block) const { return block % threads * (blocks / threads) + block / threads; }
+
   // Without a visit: which of the units a neuron belongs to, and the position of that unit in the call's list.
   int64_t unit_of(int64_t neuron) const {
     return call.arena.rows == 1 ? neuron : neuron / call.arena.rows;  // a division takes a while
