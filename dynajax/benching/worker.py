@@ -53,7 +53,7 @@ class PlainSession(ABC):
         self._forget()
         return self._run(prompts)
 
-    def begin_steps(self) -> None:
+    def begin_steps(self) -> None:  # noqa: B027
         """Nothing is counted."""
 
     def step(self, ids: list[int]) -> Logits:

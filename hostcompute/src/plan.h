@@ -13,7 +13,7 @@
 #include "ffn.h"
 #include "kernels.h"
 
-constexpr int max_block = 64;  // neurons
+constexpr int max_block = 128;  // neurons
 constexpr int few_tokens = 2;  // from more on, x and y no longer fit into the first cache beside the weights
 constexpr int many_tokens = 16;  // with more, arithmetic takes as long as reading the weights, and longer
 
