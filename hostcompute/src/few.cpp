@@ -16,9 +16,7 @@ constexpr int most_known = 48;     // rows behind those of a turn
 // gives them only if more of them are on their way.
 constexpr int64_t fetch_ahead = 8192;
 constexpr int most_ahead = 4;
-constexpr int64_t packed_ahead = 28672;
-constexpr int most_packed_ahead = 8;
-constexpr int64_t short_ahead = 12288;  // of short rows more than that many
+constexpr int64_t packed_ahead = 14336;
 constexpr int64_t short_bytes = 4096;  // packed rows that are shorter are read in pairs
 constexpr int64_t page = 4096;
 constexpr int64_t line = 64;
@@ -101,8 +99,7 @@ class Few {
     const int64_t bytes = plan.row_bytes();
     if (!is_packed(plan.call.arena.dtype))
       return static_cast<int>(std::clamp<int64_t>(fetch_ahead / bytes, 1, most_ahead));
-    const int64_t most = std::clamp<int64_t>(short_ahead / bytes, most_packed_ahead, most_known - tile);
-    return static_cast<int>(std::clamp<int64_t>(packed_ahead / bytes + 1, 2, most));
+    return static_cast<int>(std::clamp<int64_t>(packed_ahead / bytes + 1, 2, most_known - tile));
   }
 
   void find(int64_t index, Block* block) const {
