@@ -1,6 +1,6 @@
-// Few tokens: one piece of work are a few of one token's queries of one head of the cache: the products with its keys up to the
-// token's position, their softmax, and the values weighted with it. Keys and values are read once for up to `tile`
-// queries.
+// Few tokens: one piece of work are some of one token's queries of one head of the cache: the products with its keys up
+// to the token's position, their softmax, and the values weighted with it. Keys and values are read once for up to
+// `tile` queries.
 #include "attend.h"
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 namespace {
 
 constexpr int64_t few_tokens = 4;
-constexpr int64_t least_pieces = 6;
-constexpr int64_t rows_ahead = 16;
+constexpr int64_t least_pieces = 6;  // if need be, keys and values are read more than once for that
+constexpr int64_t rows_ahead = 16;   // of one head, that are fetched
 constexpr int64_t line = 64;
 constexpr int64_t alone = 1 << 16;  // products; fewer are computed before another thread has woken up
 
@@ -32,7 +32,8 @@ class Attend {
     const int64_t floats = tile * (call_.keys + call_.size);
     for (int thread = 0; thread < pool_.threads(); ++thread) pool_.scratch(thread).reserve(floats * sizeof(float));
     const auto task = [](void* context, int thread) { static_cast<Attend*>(context)->work(thread); };
-    if (pieces() == 1 || call_.batch * call_.tokens * call_.heads * seen_at_most() * (call_.size + call_.values) <= alone) {
+    const int64_t queries = call_.batch * call_.tokens * call_.heads;
+    if (pieces() == 1 || queries * seen_at_most() * (call_.size + call_.values) <= alone) {
       task(this, 0);
     } else {
       pool_.run(task, this);

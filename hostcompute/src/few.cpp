@@ -12,8 +12,7 @@ namespace {
 
 constexpr int look_up_ahead = 12;  // rows
 constexpr int most_known = 48;     // rows behind those of a turn
-// How far ahead rows are fetched: bytes, at least one row, at most so many. Packed rows are read as fast as memory
-// gives them only if more of them are on their way.
+// How far ahead rows are fetched: bytes, at least one row, at most so many. Of packed rows more must be on their way.
 constexpr int64_t fetch_ahead = 8192;
 constexpr int most_ahead = 4;
 constexpr int64_t packed_ahead = 14336;
@@ -131,7 +130,8 @@ class Few {
       if (!plain) activate(block, first, n);
     }
     if (!plain) return;
-    plan_.kernels.activate(block->h, block->rows, plan_.call.activation, plan_.call.threshold, plan_.live + block->first);
+    const FfnCall& call = plan_.call;
+    plan_.kernels.activate(block->h, block->rows, call.activation, call.threshold, plan_.live + block->first);
     for (int r = 0; r < block->rows; ++r) {
       const float value = block->h[r];
       block->h[block->count] = value;

@@ -4,8 +4,8 @@
 //
 // Simd has: reg, width, max_sums (registers for running sums), max_pairs (of a row and a token, so that registers are
 // left for the operands), zero, broadcast, load (of each weight type), store, add, fma, sum, transpose and store_quad
-// (see all_sums), and stream_line(to, from), which copies 64 aligned bytes past the caches. What packed matrices need besides is said in
-// lowbit_impl.h.
+// (see all_sums), and stream_line(to, from), which copies 64 aligned bytes past the caches. What packed matrices need
+// besides is said in lowbit_impl.h.
 
 namespace {
 

@@ -23,5 +23,5 @@ void dot_rows(Pool& pool, const Kernels& kernels, const MatmulCall& call);
 // weighs with zero is not read.
 void sum_rows(Pool& pool, const Kernels& kernels, const MatmulCall& call);
 
-constexpr int few_rows_of_x = 16;       // tokens; with more, arithmetic takes as long as reading, and longer
-constexpr int64_t alone = 1 << 16;      // products; fewer are computed before another thread has woken up
+constexpr int few_rows_of_x = 16;   // with more, arithmetic takes as long as reading, and longer
+constexpr int64_t alone = 1 << 16;  // products; fewer are computed before another thread has woken up

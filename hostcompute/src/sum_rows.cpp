@@ -1,5 +1,5 @@
-// The rows of a matrix, summed, in pieces as in dot_rows.cpp. Few tokens: a part of all rows, which then has a sum of its
-// own. Many: some columns of all rows.
+// The rows of a matrix, summed, in pieces as in dot_rows.cpp. Few tokens: a part of all rows, which then has a sum of
+// its own. Many: some columns of all rows.
 #include <algorithm>
 #include <atomic>
 #include <cstring>

@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hostcompute import HostPool
+from hostcompute.ffi import unavailable
 from tests.hostcompute.cases import make_pool
 
 
@@ -25,3 +26,9 @@ def pool_of() -> Iterator[Callable[[str, int], HostPool]]:
 def pool() -> Iterator[HostPool]:
     with HostPool(2) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def handler() -> None:
+    if (reason := unavailable()) is not None:
+        pytest.skip(f"no FFI handler: {reason}")

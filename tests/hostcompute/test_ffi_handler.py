@@ -39,12 +39,6 @@ def table_of(pool: HostPool, *layers: Case, skip_zeros: bool = True) -> HostTabl
     return table
 
 
-@pytest.fixture(scope="module")
-def handler() -> None:
-    if (reason := unavailable()) is not None:
-        pytest.skip(f"no FFI handler: {reason}")
-
-
 @pytest.fixture
 def case() -> Case:
     return make_case(0, batch=5, shape=(20, 3, 1, 16), count=20)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hostcompute import HostPool, library
-from hostcompute.ffi import LOWBIT, lowbit_rows_ffi, unavailable
+from hostcompute.ffi import LOWBIT, lowbit_rows_ffi
 from tests.hostcompute.cases import ISAS
 
 BITS = (1, 2, 4, 8)
@@ -24,12 +24,6 @@ LARGE = (1100, 1043)  # for several threads
 PROGRAM_FAILED = (jax.errors.JaxRuntimeError, ValueError)
 needs_ffi = pytest.mark.usefixtures("handler")
 lowbit_rows = jax.jit(lowbit_rows_ffi, static_argnums=3)
-
-
-@pytest.fixture(scope="module")
-def handler() -> None:
-    if (reason := unavailable()) is not None:
-        pytest.skip(f"no FFI handler: {reason}")
 
 
 @dataclass(frozen=True, eq=False)
