@@ -83,6 +83,25 @@ def test_real_sizes_stay_within_a_few_parts_in_a_million(pool, batch):
     np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("skip_zeros", [True, False])
+@pytest.mark.parametrize("threshold", [0.0, 12.0])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_many_tokens_of_which_few_or_half_are_live(pool_of, isa, dtype, threshold, skip_zeros):
+    """Several stripes of columns, and a rest; pairs of a token and a neuron that are listed, and so many that all are
+    multiplied."""
+    case = make_case(
+        5, batch=37, shape=(140, 3, 1, 610), count=140, dtype=dtype, activation="fatrelu", threshold=threshold
+    )
+    share = case.reference()[1].mean()
+    assert (0 < share < 0.3) == (threshold > 0)
+    check(pool_of(isa, 2), case, skip_zeros=skip_zeros)
+    lost = replace(case, x=np.concatenate([case.x[:36], np.zeros_like(case.x[:1])]))
+    y = pool_of(isa, 2).ffn(lost.x, case.bundle, case.units, **case.kind, skip_zeros=skip_zeros).y
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(y, case.reference()[0], rtol=0, atol=case.tolerance())
+
+
 @pytest.mark.parametrize("batch", [1, 9])
 @pytest.mark.parametrize("swap", [(0, 1), (0, 2), (1, 2)])
 def test_the_tolerance_notices_swapped_operands(pool, batch, swap):
