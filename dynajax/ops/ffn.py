@@ -12,7 +12,7 @@ from dynajax.ops.linear import as_weights, contract
 from hostcompute import ffi
 
 MOST_SKIPPING = 4  # tokens for which leaving out what is zero was measured to pay,
-LEAST_LISTED = 17  # and from more on again, for which the kernel sees by itself where it does
+LEAST_LISTED = 17  # and from so many on again (many_tokens of hostcompute/src/plan.h), where the kernel counts them
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -63,8 +63,8 @@ def pool_ffn(
     """The part of the FFN that lives in a pool -> [T, D] float32, and which slots are admitted and live [T, G].
 
     The host adds the units that are not in the pool. The parts are separate arrays because slicing one [G, P, D] array
-    costs a temporary as large as the pool. On the CPU backend the host's kernels compute this too, and of a few tokens
-    read up and down only where the activation is not zero, unless `skip_zeros` is false; everywhere else, and in
+    costs a temporary as large as the pool. On the CPU backend the host's kernels compute this too, and of few tokens
+    and of many leave out of up and down what is zero, unless `skip_zeros` is false; everywhere else, and in
     gradients, it is `pool_ffn_products`.
     """
     return _pool_ffn(activation, skip_zeros, h, parts, admit)[:2]

@@ -41,7 +41,7 @@ class Attend {
   }
 
  private:
-  // Queries of a piece: `tile`, or fewer for threads to have something to share. Nothing depends on how many they are.
+  // Queries of a piece: `tile`, or fewer for threads to have something to share, however many threads there are.
   int64_t find_together() const {
     const int64_t all = call_.batch * call_.tokens * call_.cache_heads;
     int64_t together = std::min<int64_t>(tile, group_);

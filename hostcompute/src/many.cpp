@@ -1,4 +1,4 @@
-// Three tokens and more: bound by arithmetic sooner or later. A block of rows is used for all tokens while it
+// From three to many_tokens: bound by arithmetic sooner or later. A block of rows is used for all tokens while it
 // is in a cache: in tiles of rows and tokens where all is computed, token by token where zeros are skipped, unless
 // they are too few for that.
 #include <algorithm>

@@ -106,25 +106,27 @@ def test_several_matrices_at_once_change_no_bit(pool_of, isa, dtype):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_token_in_integers_is_as_exact_as_in_float32(pool_of, isa):
-    """Groups of very different size, and within one; none is lost beside the largest, nor is a token that is no number.
-
-    Every weight is 1 or 2, times a scale of 1: codes 9 and 10.
-    """
+def test_a_token_in_integers_is_exact_in_every_group(pool_of, isa):
+    """Groups of very different size: row g has codes beside zero in group g alone, so that nothing hides behind the
+    largest. The comparison notices a unit that all groups share. What is no number stays none."""
     rng = np.random.default_rng(3)
-    width, pool = 576, pool_of(isa, 1)
-    weights = np.full((8, width // 32, 18), 0x99, np.uint8)
-    weights[1::2] = 0xAA
-    weights.reshape(8, -1)[:, -2 * (width // 32) :] = np.ones(width // 32, np.float16).view(np.uint8)
-    sizes = np.repeat(2.0 ** rng.integers(-140, 100, width // 32), 32)
-    for x in (sizes * rng.uniform(-1, 1, width), np.zeros(width), sizes * rng.integers(-9, 10, width)):
-        token = x.astype(np.float32)[None]
-        groups = np.abs(token.reshape(-1, 32).astype(np.float64)).max(axis=1)
-        found = product(pool, token, weights, sums=False)[0]
-        wanted = widened(weights).astype(np.float64) @ token[0].astype(np.float64)
-        np.testing.assert_allclose(found, wanted, rtol=2e-7, atol=2**-22 * 32 * groups.max() + 2.0**-126 * width)
+    groups = 18
+    codes, scales = np.full((groups, groups, 16), 0x88, np.uint8), np.ones((groups, groups), np.float16)
+    codes[np.arange(groups), np.arange(groups)] = rng.integers(0, 256, (groups, 16), np.uint8)
+    weights = np.concatenate([codes.reshape(groups, -1), scales.view(np.uint8)], axis=1).reshape(groups, groups, 18)
+    sizes = 2.0 ** rng.integers(-60, 60, (groups, 1))
+    wide, pool = widened(weights).astype(np.float64), pool_of(isa, 1)
+    for x in (sizes * rng.uniform(-1, 1, (groups, 32)), sizes * rng.integers(-9, 10, (groups, 32))):
+        token = x.astype(np.float32).reshape(1, -1)
+        largest = np.abs(token.reshape(groups, 32)).max(axis=1).astype(np.float64)
+        bound = largest * 2.0**-22 * np.abs(wide).sum(axis=1) * 1.5
+        wanted = wide @ token[0].astype(np.float64)
+        assert (np.abs(product(pool, token, weights, sums=False)[0] - wanted) <= bound).all()
+        unit = largest.max() * 2.0**-22
+        assert (np.abs(wide @ (np.rint(token[0] / unit) * unit) - wanted) > bound).any()
+    assert not product(pool, np.zeros((1, groups * 32), np.float32), weights, sums=False).any()
     for bad in (np.nan, np.inf, -np.inf):
-        token = np.ones((1, width), np.float32)
+        token = np.ones((1, groups * 32), np.float32)
         token[0, 77] = bad
         assert not np.isfinite(product(pool, token, weights, sums=False)).any()
 
